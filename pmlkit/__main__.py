@@ -1,0 +1,150 @@
+"""The command line. The notebooks call the same functions."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from pmlkit import campaign, paths, registry
+from pmlkit.errors import PmlkitError
+from pmlkit.hardware import gpus
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; return the exit status: 0 done, 1 not all well, 2 bad input (message on standard error)."""
+    given = _parser().parse_args(arguments)
+    try:
+        return given.command(given)
+    except PmlkitError as error:
+        print(f"pmlkit: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("pmlkit: stopped; what was recorded stays", file=sys.stderr)
+        return 130
+
+
+def _list(given: argparse.Namespace) -> int:
+    """Print the registries as tables."""
+    plans = [
+        [plan.name, str(len(plan.cases)), str(len(plan.cases) * len(plan.arms) * plan.replicates), plan.question]
+        for plan in campaign.CAMPAIGNS.values()
+    ]
+    _print("campaigns", ["name", "cases", "processes", "question"], plans)
+    _print("subjects", ["key", "version", "ops"], [[s.key, s.version, ", ".join(s.ops)] for s in registry.SUBJECTS.values()])
+    _print("ops", ["key", "title", "phases"], [[o.key, o.title, ", ".join(o.phases)] for o in registry.OPS.values()])
+    _print("published sources", ["key", "title"], [[s.key, s.title] for s in registry.SOURCES.values()])
+    _print("boards", ["key", "title", "peaks"], [[g.key, g.title, ", ".join(g.peaks)] for g in gpus().values()])
+    _print("notebooks", ["name"], [[p.name] for p in sorted(paths.notebooks().glob("*.ipynb"))])
+    _print("runs", ["name", "folder"], [[name, paths.relative(folder)] for name, folder in paths.run_folders().items()])
+    return 0
+
+
+def _run(given: argparse.Namespace) -> int:
+    """Run a campaign and print where its records are."""
+    from pmlkit.bench.runner import run_campaign
+    from pmlkit.record import read_run
+
+    folder = run_campaign(campaign.campaign(given.campaign), seed=given.seed, budget_s=_seconds(given.budget))
+    run, lines = read_run(folder)
+    ok = sum(record.status == "ok" for record in lines.records)
+    print(f"{paths.relative(folder)}: {run.planned} planned, {len(lines.records)} recorded, {ok} ok")
+    return 0 if ok else 1
+
+
+def _report(given: argparse.Namespace) -> int:
+    """Render one report, or every report that only reads, and print the page or the index."""
+    from pmlkit.report.render import find_notebook, render, report_notebooks
+
+    if given.all == bool(given.notebook):
+        raise PmlkitError("report: name one notebook, or give --all")
+    notebooks = report_notebooks() if given.all else [find_notebook(given.notebook)]
+    if given.all and given.parameter:
+        raise PmlkitError("report: -p belongs to one notebook, not to --all")
+    folder = Path(given.output) if given.output else paths.reports()
+    failed = 0
+    for notebook in notebooks:
+        begin = time.monotonic()
+        try:
+            page = render(notebook, given.parameter, folder, given.cell_timeout)
+            print(f"{paths.relative(page)} ({time.monotonic() - begin:.0f} s)", flush=True)
+        except PmlkitError as error:
+            print(f"pmlkit: {error}", file=sys.stderr, flush=True)
+            failed += 1
+    print(f"index: {(folder / 'index.html').resolve()}")
+    return 1 if failed else 0
+
+
+def _plan(given: argparse.Namespace) -> int:
+    """Print the memory plan of a mixture-of-experts layer."""
+    from pmlkit.moe.memory import plan_memory
+
+    names = ("tokens", "hidden", "width", "experts", "top_k", "ep", "precision", "pipeline", "mode", "capacity_factor")
+    print(plan_memory(**{name: getattr(given, name) for name in names}).explain())
+    return 0
+
+
+def _verify(given: argparse.Namespace) -> int:
+    """Rebuild a report from its records and compare."""
+    from pmlkit.report.verify import verify
+
+    print(verify(Path(given.page)))
+    return 0
+
+
+def _seconds(text: str | None) -> float | None:
+    """Read a duration: `90`, `90s`, `20m` or `1h`. Raises PmlkitError for anything else."""
+    if text is None:
+        return None
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
+    try:
+        return float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        raise PmlkitError(f"--budget {text!r} is not a duration: write 90s, 20m or 1h") from None
+
+
+def _print(title: str, head: list[str], rows: list[list[str]]) -> None:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    print(f"\n{title}")
+    for row in [head, *rows]:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pmlkit", description="Measure, compare and report GPU kernels.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("list", help="registries as tables")
+    command.set_defaults(command=_list)
+
+    command = commands.add_parser("run", help="run a campaign")
+    command.add_argument("campaign")
+    command.add_argument("--seed", type=int, default=0, help="of the order of cases and arms (default 0)")
+    command.add_argument("--budget", help="stop cleanly after this time: 90s, 20m, 1h")
+    command.set_defaults(command=_run)
+
+    command = commands.add_parser("report", help="execute a notebook strictly and export it as HTML")
+    command.add_argument("notebook", nargs="?", help="path, file name or stem")
+    command.add_argument("--all", action="store_true", help="every notebook but the campaigns")
+    command.add_argument("-p", dest="parameter", action="append", default=[], metavar="NAME=VALUE", help="lists as a,b,c")
+    command.add_argument("--cell-timeout", type=int, metavar="SECONDS")
+    command.add_argument("--output", metavar="FOLDER", help="default data/reports")
+    command.set_defaults(command=_report)
+
+    command = commands.add_parser("plan", help="memory plan of a mixture-of-experts layer, no GPU needed")
+    sizes = {"tokens": 2048, "hidden": 7168, "width": 3072, "experts": 384, "top-k": 6, "ep": 8}
+    for name, size in sizes.items():
+        command.add_argument(f"--{name}", type=int, default=size, help=f"default {size:,}")
+    command.add_argument("--precision", default="bf16", help="bf16, mxfp8 or nvfp4 (default bf16)")
+    command.add_argument("--pipeline", default="standard", help="standard, staged or mega (default standard)")
+    command.add_argument("--mode", default="training", help="training or inference (default training)")
+    command.add_argument("--capacity-factor", type=float, default=8.0, help="default 8")
+    command.set_defaults(command=_plan)
+
+    command = commands.add_parser("verify", help="rebuild a report from its records and compare")
+    command.add_argument("page")
+    command.set_defaults(command=_verify)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""A worker process seen from the runner: start, wait for a line, end, and say how it died."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from pmlkit.bench.worker import Outcome
+from pmlkit.campaign import Job
+from pmlkit.paths import root
+
+_TAIL = 2000
+
+
+class Worker:
+    """One worker process. It is started early to import, and measures only after `measure` was called."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the worker)
+        threads = str(job.protocol.threads)
+        environment = os.environ | {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(root()), os.environ.get("PYTHONPATH")])),
+        }
+        self.process = subprocess.Popen(
+            [job.subject.interpreter or sys.executable, "-m", "pmlkit.bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env=environment,
+            start_new_session=True,
+        )
+        self.deadline = time.monotonic() + job.protocol.timeout_s
+        self.ready = False
+        self._buffer = b""
+        self._send(msgspec.json.encode(job))
+
+    def wait_ready(self) -> None:
+        """Wait until the worker has imported everything, has died, or its time has run out."""
+        self.ready = self._line() == b'"ready"'
+
+    def measure(self) -> Outcome:
+        """Let the worker measure; return its outcome, or the typed status of its death."""
+        if self.ready:
+            self.deadline = time.monotonic() + self.job.protocol.timeout_s
+            self._send(b"go")
+        line = self._line() if self.ready else None
+        late = line is None and time.monotonic() >= self.deadline
+        hung = not self.end()
+        if line is not None:
+            try:
+                return msgspec.json.decode(line, type=Outcome)
+            except msgspec.DecodeError as error:
+                return Outcome(status="crashed", reason=f"the worker's answer is not an outcome: {error}")
+        if late:
+            return Outcome(status="timeout", reason=f"no answer within {self.job.protocol.timeout_s:g} s")
+        if hung:
+            return Outcome(status="crashed", reason="the worker broke the protocol and had to be ended")
+        return self._death()
+
+    def end(self) -> bool:
+        """Wait briefly for a voluntary exit; True if it came, else end the worker and all that it started."""
+        try:
+            self.process.wait(timeout=2)
+            return True
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return False
+
+    def kill(self) -> None:
+        """End the worker at once."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+    def log_tail(self) -> str:
+        """Return the end of what the worker printed, without paths of this machine."""
+        self.log.seek(0, os.SEEK_END)
+        self.log.seek(max(0, self.log.tell() - _TAIL))
+        lines = self.log.read().decode(errors="replace").splitlines()
+        return scrub("\n".join(line for line in lines if not line.startswith("USDT:")))  # torch's own profiler traces
+
+    def _death(self) -> Outcome:
+        code = self.process.returncode
+        if code == -signal.SIGKILL:
+            return Outcome(status="host_oom", reason="killed by signal 9, most likely by the out-of-memory killer")
+        if code < 0:
+            return Outcome(status="crashed", reason=f"killed by signal {-code} ({signal.Signals(-code).name})")
+        return Outcome(status="crashed", reason=f"exited with status {code} without an outcome")
+
+    def _send(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the worker is dead; its exit status says why
+
+    def _line(self) -> bytes | None:
+        """Return the next line of the answer, or None at the end of the stream or at the deadline."""
+        assert self.process.stdout is not None
+        while b"\n" not in self._buffer:
+            wait = self.deadline - time.monotonic()
+            if wait <= 0 or not select.select([self.process.stdout], [], [], wait)[0]:
+                return None
+            chunk = os.read(self.process.stdout.fileno(), 65536)
+            if not chunk:
+                self.process.wait()
+                return None
+            self._buffer += chunk
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return line
+
+
+def scrub(text: str) -> str:
+    """Replace paths of this machine by what they stand for."""
+    for path, name in ((str(root()), "<project>"), (sys.prefix, "<python>"), (str(Path.home()), "<home>")):
+        text = text.replace(path, name)
+    return text

@@ -1,0 +1,91 @@
+"""Strict JSON lines: durable appends, and a reader that names file and line and keeps the good lines."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from pmlkit.paths import relative
+
+T = TypeVar("T")
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """A line that could not be used."""
+
+    file: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.message}"
+
+
+class Lines(msgspec.Struct, Generic[T]):
+    """The usable records of a file in order, and one problem for each line that is not."""
+
+    records: list[T]
+    problems: list[Problem]
+
+
+def parse_strict(text: str) -> Any:
+    """Parse one JSON document. Raises ValueError for a duplicate key, NaN, Infinity or broken JSON.
+
+    msgspec alone keeps the last of two equal keys, so the standard parser looks first.
+    """
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise ValueError(f"duplicate key {key!r}")
+            seen[key] = value
+        return seen
+
+    def no_constant(token: str) -> float:
+        raise ValueError(f"{token} is not JSON; write null and a reason")
+
+    return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+
+
+def check_schema(document: Any, expected: str) -> None:
+    """Raise ValueError unless `document['schema']` has the name and the major version of `expected`."""
+    found = document.get("schema") if isinstance(document, dict) else None
+    if found != expected:
+        raise ValueError(f"schema is {found!r}, this pmlkit reads {expected!r}: use the release that wrote the file")
+
+
+def read_lines(path: Path, kind: type[T], schema: str) -> Lines[T]:
+    """Read a JSON-lines file of `kind`. Bad lines become problems; a torn last line (no newline) is one too."""
+    lines: Lines[T] = Lines([], [])
+    raw = path.read_bytes()
+    for number, chunk in enumerate(raw.split(b"\n"), start=1):
+        if not chunk.strip():
+            continue
+        torn = number == raw.count(b"\n") + 1
+        try:
+            document = parse_strict(chunk.decode())
+            check_schema(document, schema)
+            lines.records.append(msgspec.convert(document, kind))
+        except (ValueError, msgspec.ValidationError) as error:
+            message = f"torn last line, skipped ({error})" if torn else str(error)
+            lines.problems.append(Problem(relative(path), number, message))
+    return lines
+
+
+def append_line(path: Path, record: Any) -> None:
+    """Append one record as one write of a whole line and flush it to the disk. Raises ValueError for NaN.
+
+    A line torn by an earlier crash is closed first, so that it cannot swallow this one.
+    """
+    text = json.dumps(msgspec.to_builtins(record), allow_nan=False, ensure_ascii=False)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(fd).st_size
+        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        os.write(fd, (("\n" if torn else "") + text + "\n").encode())
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,110 @@
+"""From a case to something that can be timed and checked: seeded inputs, a bound subject, the float64 answer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from pmlkit.case import Case
+from pmlkit.errors import PmlkitError
+from pmlkit.precision import precision
+
+Triplets = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """The inputs of one loss case, on one device.
+
+    emb_ND: leaf in the case's format. labels_N: int64. proxies_CD: leaf or None; float64 in an fp64 case, else float32.
+    """
+
+    emb_ND: Tensor
+    labels_N: Tensor
+    proxies_CD: Tensor | None = None
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The tensors that get a gradient: the rows, then the proxies if there are any."""
+        return (self.emb_ND,) if self.proxies_CD is None else (self.emb_ND, self.proxies_CD)
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A subject bound to inputs.
+
+    forward: one call is one forward pass and returns the scalar loss. leaves: what gets gradients, rows then proxies.
+    mined: anchors, positives and negatives that the subject itself picks; None for a loss without mining.
+    """
+
+    forward: Callable[[], Tensor]
+    leaves: tuple[Tensor, ...]
+    mined: Callable[[], Triplets] | None = None
+
+
+def make_inputs(case: Case, device: str = "cpu") -> LossInputs:
+    """Return the inputs of `case`, the same numbers on every device and, up to rounding, in every format.
+
+    Shape N, D and either per_class (rows a class, in random order) or C (random labels and one proxy a class, drawn
+    like torch's kaiming_normal_ with fan_out, the start of ProxyAnchorLoss). Raises PmlkitError for other shapes and
+    for block-scaled formats.
+    """
+    rows, width, classes, per_class = (case.shape.get(key, 0) for key in ("N", "D", "C", "per_class"))
+    element = getattr(torch, precision(case.precision).element, None)
+    if not isinstance(element, torch.dtype):
+        raise PmlkitError(f"losses have no inputs in {case.precision!r}: use fp64, fp32, fp16 or bf16")
+    if width < 1 or bool(classes) == bool(per_class):
+        raise PmlkitError(f"shape {case.shape} of {case.op!r}: need N, D and exactly one of C and per_class")
+    generator = torch.Generator().manual_seed(case.seed)
+    emb_ND = torch.randn(rows, width, dtype=torch.float64, generator=generator)
+    if per_class:
+        labels_N = (torch.arange(rows) // per_class)[torch.randperm(rows, generator=generator)]
+        return LossInputs(_leaf(emb_ND, element, device), labels_N.to(device))
+    labels_N = torch.randint(classes, (rows,), generator=generator)
+    proxies_CD = torch.randn(classes, width, dtype=torch.float64, generator=generator) * (2 / classes) ** 0.5
+    wide = torch.promote_types(element, torch.float32)
+    return LossInputs(_leaf(emb_ND, element, device), labels_N.to(device), _leaf(proxies_CD, wide, device))
+
+
+def bind_reference(case: Case, inputs: LossInputs) -> Bound:
+    """Return pmlkit's plain-torch reference as a subject; case.options are its keywords. Raises PmlkitError."""
+    module = _module(case.op)
+    forward = partial(module.reference, *_arguments(inputs), **case.options)
+    mine = getattr(module, "mine", None)
+    return Bound(forward, inputs.leaves, mine and partial(mine, inputs.emb_ND, inputs.labels_N))
+
+
+def exact(case: Case, inputs: LossInputs, triplets: Triplets | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return loss and gradients in float64 of the same rounded inputs, by the reference.
+
+    triplets: evaluate batch-hard at these instead of mining. Raises PmlkitError for an unknown op.
+    """
+    upcast = LossInputs(
+        _leaf(inputs.emb_ND, torch.float64),
+        inputs.labels_N,
+        None if inputs.proxies_CD is None else _leaf(inputs.proxies_CD, torch.float64),
+    )
+    mined = {} if triplets is None else {"triplets": triplets}
+    loss = _module(case.op).reference(*_arguments(upcast), **case.options, **mined)
+    return loss.detach(), torch.autograd.grad(loss, upcast.leaves)
+
+
+def _module(op: str) -> ModuleType:
+    name = f"pmlkit.losses.{op}"
+    module = import_module(name) if find_spec(name) else None
+    if module is None or not hasattr(module, "reference"):
+        raise PmlkitError(f"no reference of {op!r}: a loss is a file of its name in pmlkit/losses")
+    return module
+
+
+def _arguments(inputs: LossInputs) -> tuple[Tensor, ...]:
+    return (inputs.emb_ND, inputs.labels_N, *inputs.leaves[1:])
+
+
+def _leaf(values: Tensor, dtype: torch.dtype, device: str | None = None) -> Tensor:
+    return values.detach().to(dtype=dtype, device=device, copy=True).requires_grad_()

@@ -1,0 +1,1 @@
+"""The mixture-of-experts layer. Importing this package loads no torch."""

@@ -1,0 +1,1 @@
+"""Importers: figures released by others, turned into records. One module a source."""

@@ -1,0 +1,196 @@
+"""A measured record: what one process saw of one case. Raw, append-only; nothing that can be computed is stored."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pmlkit.errors import PmlkitError
+from pmlkit.jsonl import Lines, check_schema, parse_strict, read_lines
+from pmlkit.paths import relative
+from pmlkit.work import Work
+
+# Schema history: 1 = first version.
+SCHEMA = "pmlkit.record/1"
+
+Status = Literal[
+    "ok", "wrong_result", "unsupported", "oom", "host_oom", "timeout", "crashed", "error", "skipped",
+    "graph_capture_failed", "timer_error",
+]  # fmt: skip
+Flag = Literal[
+    "unsteady", "throttled", "contended", "contention_unknown", "below_resolution", "host_bound", "device_bound",
+    "clock_confounded", "implausible",
+]  # fmt: skip
+
+Math = Literal["plain", "native", "folded-fp8", "decode-bf16"]
+
+
+class Strict(msgspec.Struct, forbid_unknown_fields=True):
+    """Base of everything that is read from a file: an unknown field is an error."""
+
+
+class Check(Strict, kw_only=True):
+    """The answer compared with a float64 reference on the same rounded inputs, before anything was timed.
+
+    rms_rel: largest ‖difference‖/‖reference‖ over the loss value and every gradient; max_rel: largest single difference
+    over the largest reference value; None = not finite. worst_row: row of the largest difference; limit: what rms_rel
+    must not exceed; reference: what it was compared with; plain_rms_rel: rms_rel before own mining was granted.
+    """
+
+    max_rel: float | None
+    rms_rel: float | None
+    worst_row: int | None
+    reference: str
+    limit: float
+    plain_rms_rel: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the answer is right."""
+        return self.rms_rel is not None and self.rms_rel <= self.limit
+
+
+class Timer(Strict, kw_only=True):
+    """How time was taken. One sample is the total of `inner` iterations."""
+
+    method: Literal["events", "graph_replay", "wall"]
+    cache: Literal["as-in-loop", "hot", "cold", "rotating"]
+    warmup: int
+    warmup_s: float
+    inner: int
+    resolution_ns: float
+
+
+class Memory(Strict, kw_only=True):
+    """Memory of one rank in bytes; None = does not apply. source: where the peak comes from."""
+
+    source: Literal["profiler", "cuda"]
+    baseline_bytes: int
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int | None = None
+    workspace_bytes: int | None = None
+    graph_pool_bytes: int | None = None
+    arena_bytes: int | None = None
+    slot_bytes: int | None = None
+    scratch_bytes: int | None = None
+    saved_bytes: int | None = None
+
+
+class Counters(Strict, kw_only=True):
+    """NVLink payload counters of one rank around the timed replays, or None with the reason."""
+
+    nvlink_tx_bytes: int | None
+    nvlink_rx_bytes: int | None
+    same_run: bool
+    reason: str | None = None
+
+
+class Conditions(Strict, kw_only=True):
+    """What explains noise on one rank, at the start and at the end of the timed part."""
+
+    sm_mhz: list[float] = []
+    temp_c: list[float] = []
+    power_w: list[float] = []
+    energy_j: float | None = None
+    throttle: list[str] = []
+    other_processes: int | None = None
+    load_1m: list[float] = []
+
+
+class Record(Strict, kw_only=True):
+    """One process, one case.
+
+    arm: label that tells two uses of one subject apart. round, order: place in the campaign. math: arithmetic path.
+    reason: why the status is not ok. samples_ns: phase -> samples in time order -> one entry per rank.
+    """
+
+    schema: str = SCHEMA
+    run_id: str
+    case_id: str
+    arm: str
+    replicate: int
+    round: int
+    order: int
+    started_at: str
+    wall_s: float
+    protocol: str
+    op: str
+    subject: str
+    version: str
+    precision: str
+    math: Math
+    mode: Literal["training", "inference"] | None
+    pipeline: str | None
+    ep: int | None
+    imbalance: float | None
+    shape: dict[str, int]
+    options: dict[str, str | int | float | bool]
+    seed: int
+    status: Status
+    reason: str | None = None
+    flags: list[Flag] = []
+    check: Check | None = None
+    timer: Timer | None = None
+    samples_ns: dict[str, list[list[int]]] | None = None
+    memory: list[Memory] | None = None
+    counters: list[Counters] | None = None
+    work: Work | None = None
+    conditions: list[Conditions] | None = None
+    log_tail: str = ""
+
+    def __post_init__(self) -> None:
+        timed = self.status in ("ok", "timer_error")
+        if (self.samples_ns is not None) != timed:
+            raise ValueError(f"status {self.status!r} contradicts samples_ns: only ok and timer_error carry samples")
+        if self.status == "ok" and not (self.check and self.check.passed):
+            raise ValueError("status 'ok' without a passed check: a speed counts only after a right answer")
+        if self.status == "wrong_result" and (self.check is None or self.check.passed):
+            raise ValueError("status 'wrong_result' needs a failed check")
+        if (self.reason is None) != (self.status == "ok"):
+            raise ValueError(f"status {self.status!r} contradicts reason {self.reason!r}: ok has none, the rest need one")
+        if self.samples_ns is not None:
+            self._check_samples()
+
+    def _check_samples(self) -> None:
+        assert self.samples_ns is not None
+        if self.timer is None or not self.samples_ns or not all(self.samples_ns.values()):
+            raise ValueError("samples_ns without a timer or without samples")
+        if len({len(ranks) for samples in self.samples_ns.values() for ranks in samples}) != 1:
+            raise ValueError("samples_ns: every sample needs one entry per rank")
+        least = min(value for samples in self.samples_ns.values() for ranks in samples for value in ranks)
+        if self.status == "ok" and least <= 0:
+            raise ValueError(f"samples_ns holds {least}: zero or negative time is status 'timer_error'")
+
+    @property
+    def key(self) -> tuple[str, str, str, str, int]:
+        """Identity within a run, for resuming."""
+        return (self.case_id, self.subject, self.version, self.arm, self.replicate)
+
+
+class Run(Strict, kw_only=True):
+    """The head of a run folder (`run.json`): what was planned, and where it ran."""
+
+    schema: str = SCHEMA
+    run_id: str
+    campaign: str
+    protocol: str
+    started_at: str
+    seed: int
+    planned: int
+    command: str
+    environment: dict[str, Any]
+    sample: bool = False
+    note: str = ""
+
+
+def read_run(folder: Path) -> tuple[Run, Lines[Record]]:
+    """Read a run folder. Raises PmlkitError if `run.json` cannot be used; bad record lines come back as problems."""
+    head = folder / "run.json"
+    try:
+        document = parse_strict(head.read_text())
+        check_schema(document, SCHEMA)
+        run = msgspec.convert(document, Run)
+    except (OSError, ValueError, msgspec.ValidationError) as error:
+        raise PmlkitError(f"{relative(head)}:1: {error}") from None
+    path = folder / "records.jsonl"
+    return run, read_lines(path, Record, SCHEMA) if path.is_file() else Lines([], [])

@@ -1,0 +1,142 @@
+"""What can be measured, compared and read. Torch-free: code is named by dotted path and resolved in the worker only."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pmlkit import __version__
+from pmlkit.errors import PmlkitError, nearest
+from pmlkit.record import Math
+from pmlkit.work import Work
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation. module: its file. work: dotted path of its work model. phases: what is timed, headline first."""
+
+    key: str
+    title: str
+    module: str
+    work: str
+    phases: tuple[str, ...]
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Something that computes an op. The version is a field, never part of the name.
+
+    bind: dotted path `module:function` called with (case, inputs) in the worker.
+    package: distribution whose installed version must equal `version`, or None for pmlkit's own code.
+    interpreter, path: another Python, or a folder put first on its module path, for another release of the package.
+    """
+
+    key: str
+    name: str
+    version: str
+    bind: str
+    ops: tuple[str, ...]
+    precisions: tuple[str, ...]
+    package: str | None = None
+    interpreter: str | None = None
+    path: str | None = None
+    math: Math = "plain"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A published source. records: stem of its files in data/published. gpu_names: boards it reports on."""
+
+    key: str
+    title: str
+    importer: str
+    method: str
+    limits: str
+
+
+LOSS_PHASES = ("pair", "forward", "backward")
+
+OPS = {
+    op.key: op
+    for op in (
+        Op("contrastive", "Contrastive", "pmlkit.losses.contrastive", "pmlkit.losses.work:loss_work", LOSS_PHASES),
+        Op(
+            "batch_hard_triplet", "Batch-hard + Triplet", "pmlkit.losses.batch_hard_triplet",
+            "pmlkit.losses.work:loss_work", LOSS_PHASES,
+        ),
+        Op("ntxent", "NT-Xent", "pmlkit.losses.ntxent", "pmlkit.losses.work:loss_work", LOSS_PHASES),
+        Op("proxy_anchor", "ProxyAnchor", "pmlkit.losses.proxy_anchor", "pmlkit.losses.work:loss_work", LOSS_PHASES),
+        Op("moe_layer", "Mixture-of-experts layer", "pmlkit.moe", "pmlkit.moe.work:layer_work", ("layer",)),
+    )
+}  # fmt: skip
+
+LOSSES = tuple(key for key, op in OPS.items() if op.module.startswith("pmlkit.losses."))
+
+SUBJECTS = {
+    subject.key: subject
+    for subject in (
+        Subject(
+            key="pml-2.9.0",
+            name="pytorch-metric-learning",
+            version="2.9.0",
+            bind="pmlkit.bench.peers:bind_pml",
+            ops=LOSSES,
+            precisions=("fp64", "fp32", "bf16", "fp16"),
+            package="pytorch-metric-learning",
+        ),
+        Subject(
+            key="reference",
+            name="pmlkit-reference",
+            version=__version__,
+            bind="pmlkit.losses.bind:bind_reference",
+            ops=LOSSES,
+            precisions=("fp64", "fp32", "bf16", "fp16"),
+        ),
+    )
+}
+
+SOURCES = {
+    source.key: source
+    for source in (
+        Source(
+            "pml-3.0.1",
+            "PML 3.0.1 timings and memory",
+            "pmlkit.published.pml_page",
+            "3 fresh processes per configuration; each averages 3 blocks of 100 forward and backward pairs",
+            "no encoder, optimizer or data loading; random data; peak memory includes the matrix-product workspace",
+        ),
+        Source(
+            "gb300-moe",
+            "GB300 mixture-of-experts report",
+            "pmlkit.published.moe_report",
+            "CUDA graphs; maximum rank of each window of 30 replays, then the median of 5 windows",
+            "four allocations, some sharing a fabric; EP64 training at another site; NVLink counters from separate runs; "
+            "memory traffic is a useful-byte model, not a counter",
+        ),
+    )
+}
+
+
+def subject(key: str) -> Subject:
+    """Return a subject. Raises PmlkitError for an unknown key."""
+    if key not in SUBJECTS:
+        raise PmlkitError(f"unknown subject {key!r} in registry.py: {nearest(key, list(SUBJECTS))}")
+    return SUBJECTS[key]
+
+
+def op(key: str) -> Op:
+    """Return an op. Raises PmlkitError for an unknown key."""
+    if key not in OPS:
+        raise PmlkitError(f"unknown op {key!r} in registry.py: {nearest(key, list(OPS))}")
+    return OPS[key]
+
+
+def resolve(path: str) -> Any:
+    """Import `module:name`. The import error of a missing module passes through."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def loss_work(key: str, shape: dict[str, int], precision: str) -> Work:
+    """Return the declared work of a loss case."""
+    return resolve(op(key).work)(key, shape, precision)

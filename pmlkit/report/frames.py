@@ -1,0 +1,164 @@
+"""Records as data frames: one row a record, then one row a cell (everything one version showed of one case on one GPU)."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pandas as pd
+
+from pmlkit import registry
+from pmlkit.precision import PRECISIONS
+from pmlkit.record import Record, Run
+from pmlkit.release import LossValues, Printed, PublishedRecord
+
+CELL_KEYS = ["gpu", "op", "precision", "N", "label"]
+
+
+def machine_name(run: Run) -> str:
+    """Return what a run was measured on: its GPU, or the processor where it has none."""
+    gpus = run.environment.get("gpus") or []
+    return gpus[0]["name"] if gpus else f"CPU: {run.environment.get('cpu', 'unknown')}"
+
+
+def frame_records(run: Run, records: Iterable[Record]) -> pd.DataFrame:
+    """Return one row per measured process: identity, status, and milliseconds per iteration (median of its samples)."""
+    rows = []
+    for record in records:
+        row = {
+            "gpu": machine_name(run),
+            "case_id": record.case_id,
+            "op": record.op,
+            "precision": record.precision,
+            "N": record.shape.get("N"),
+            "label": record.arm,
+            "subject": record.subject,
+            "version": record.version,
+            "replicate": record.replicate,
+            "order": record.order,
+            "status": record.status,
+            "reason": record.reason or "",
+            "flags": ", ".join(record.flags),
+            "wall_s": record.wall_s,
+            "error": record.check.rms_rel if record.check else None,
+            "limit": record.check.limit if record.check else None,
+        }
+        for phase in registry.OPS[record.op].phases:
+            row[f"{phase}_ms"] = iteration_ms(record, phase)
+        if record.memory:
+            row["peak_mib"] = max(m.allocated_peak_bytes for m in record.memory) / 2**20
+            row["beyond_mib"] = max(m.allocated_peak_bytes - m.baseline_bytes for m in record.memory) / 2**20
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def iteration_ms(record: Record, phase: str) -> float | None:
+    """Return a process's one number: the median over samples of the slowest rank, per iteration, in milliseconds."""
+    if record.status != "ok" or not record.samples_ns or phase not in record.samples_ns or not record.timer:
+        return None
+    slowest = [max(ranks) for ranks in record.samples_ns[phase]]
+    return float(np.median(slowest)) / record.timer.inner / 1e6
+
+
+def frame_published_losses(records: Iterable[PublishedRecord]) -> pd.DataFrame:
+    """Return one row per published loss row; a column and its `_hw` (half-width of rounding) per printed value."""
+    rows = []
+    for record in records:
+        assert record.loss is not None
+        row = {
+            "gpu": record.gpu,
+            "op": record.op,
+            "precision": record.precision,
+            "N": record.shape["N"],
+            "label": record.display_name,
+            "version": record.version,
+            "status": record.status,
+        }
+        for name in LossValues.__struct_fields__:
+            printed: Printed | None = getattr(record.loss, name)
+            row[name] = printed.value if printed else None
+            row[f"{name}_hw"] = printed.half_width if printed else None
+        row |= {f"printed_{column}": text for column, text in record.printed.items()}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def rebuild_processes(mean: float, low: float, high: float) -> list[float]:
+    """Return the three process values behind a printed mean and range: the middle one follows from the mean."""
+    return [low, float(np.clip(3 * mean - low - high, low, high)), high]
+
+
+def cells_published(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per (GPU, case, version): status, the three rebuilt process values, relative rounding of the mean."""
+    cells = frame[[*CELL_KEYS, "status"]].copy()
+    ok = frame["status"] == "ok"
+    values = [
+        rebuild_processes(r.total_ms, r.low_ms, r.high_ms) if good else []
+        for good, r in zip(ok, frame.itertuples(), strict=True)
+    ]
+    cells["values"] = pd.Series(values, index=frame.index)
+    cells["rounding"] = (frame["total_ms_hw"] / frame["total_ms"]).fillna(0.0)
+    return unique_cells(cells)
+
+
+def cells_measured(frame: pd.DataFrame, phase: str = "pair") -> pd.DataFrame:
+    """Return one row per (machine, case, arm): worst status of its processes, and one value a process in milliseconds."""
+    rows = []
+    for key, group in frame.groupby(CELL_KEYS, sort=False):
+        failed = group.loc[group["status"] != "ok", "status"]
+        status = "ok" if failed.empty else failed.mode()[0]
+        values = group[f"{phase}_ms"].dropna().tolist() if status == "ok" else []
+        rows.append({**dict(zip(CELL_KEYS, key, strict=True)), "status": status, "values": values, "rounding": 0.0})
+    return unique_cells(pd.DataFrame(rows, columns=[*CELL_KEYS, "status", "values", "rounding"]))
+
+
+def unique_cells(cells: pd.DataFrame) -> pd.DataFrame:
+    """Return the cells, refusing two rows with one key: a pivot must never merge repeats silently."""
+    repeated = cells[cells.duplicated(CELL_KEYS, keep=False)]
+    assert repeated.empty, f"cells repeat: {repeated[CELL_KEYS].to_dict('records')[:2]}"
+    return cells.reset_index(drop=True)
+
+
+def frame_moe(records: Iterable[PublishedRecord]) -> pd.DataFrame:
+    """Return one row per published mixture-of-experts case; the repeated configurations stay separate rows."""
+    rows = []
+    for record in records:
+        assert record.moe is not None
+        moe = record.moe
+        rows.append(
+            {
+                "row": record.row,
+                "gpu": record.gpu,
+                "mode": record.mode,
+                "ep": record.ep,
+                "imbalance": record.imbalance,
+                "width": record.shape["F"],
+                "precision": record.precision,
+                "pipeline": record.pipeline,
+                "category": record.category,
+                "status": record.status,
+                "forward_ms": moe.forward_ms,
+                "backward_ms": moe.backward_ms,
+                "layer_ms": moe.layer_ms,
+                "low_ms": min(moe.windows_ms["layer"]),
+                "high_ms": max(moe.windows_ms["layer"]),
+                "useful_tflops": moe.useful_tflops,
+                "nvlink_gbps": moe.nvlink_tx_gbps,
+                "nvlink_max_gbps": max(moe.nvlink_max_tx_gbps, moe.nvlink_max_rx_gbps),
+                "hbm_gbps": moe.analytical_hbm_gbps,
+                "mean_rows": float(np.mean(moe.receive_rows)),
+                "max_rows": max(moe.receive_rows),
+                "slot_gib": moe.slot_bytes / 2**30,
+                "scratch_gib": moe.scratch_bytes / 2**30,
+                "arena_gib": moe.arena_bytes / 2**30,
+                "saved_max_gib": max(moe.saved_bytes, default=0) / 2**30,
+                "allocated_gib": moe.allocated_peak_gib,
+                "reserved_gib": moe.reserved_peak_gib,
+                "windows": moe.windows_ms["layer"],
+                "work": record.work,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def case_name(op: str, precision: str, rows: int) -> str:
+    """Return a case as a reader says it: `Contrastive bfloat16 2,048`."""
+    return f"{registry.OPS[op].title} {PRECISIONS[precision].element} {rows:,}"

@@ -1,0 +1,115 @@
+"""Runs a notebook through papermill, strictly: either a complete report comes out, or an error and no HTML."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from papermill import execute_notebook
+from papermill.exceptions import PapermillExecutionError
+from traitlets.config import Config
+
+from pmlkit import paths
+from pmlkit.errors import PmlkitError, nearest
+from pmlkit.report.export import export_html, write_index
+from pmlkit.report.page import SENTINEL
+from pmlkit.report.parameters import fill, read_parameters
+
+os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the debugger's warning would land in every report
+
+
+def render(notebook: Path, given: list[str], folder: Path | None = None, cell_timeout: int | None = None) -> Path:
+    """Execute a notebook with `name=value` parameters and export it; return the HTML.
+
+    The executed copy is `<name>.partial.ipynb` until it is complete. On any failure the partial copy stays for reading,
+    an older HTML of the same report is removed, and PmlkitError names the cell and the cause.
+    """
+    folder = folder or paths.reports()
+    folder.mkdir(parents=True, exist_ok=True)
+    page, partial = folder / f"{notebook.stem}.html", folder / f"{notebook.stem}.partial.ipynb"
+    page.unlink(missing_ok=True)
+    try:
+        values = resolve_latest(fill(read_parameters(notebook), given))
+        execute(notebook, partial, values, cell_timeout)
+        complete = sentinel(partial)
+        executed = folder / f"{notebook.stem}.ipynb"
+        partial.replace(executed)
+        return export_html(executed, page, values, complete)
+    finally:
+        write_index(folder)
+
+
+def find_notebook(name: str) -> Path:
+    """Return a notebook by path, file name or stem. Raises PmlkitError for an unknown one."""
+    known = {path.stem: path for path in sorted(paths.notebooks().glob("*.ipynb"))}
+    path = Path(name)
+    if path.suffix == ".ipynb" and path.is_file():
+        return path
+    if path.stem in known and path.suffix in ("", ".ipynb"):
+        return known[path.stem]
+    raise PmlkitError(f"unknown notebook {name!r} in {paths.relative(paths.notebooks())}: {nearest(path.stem, list(known))}")
+
+
+def report_notebooks() -> list[Path]:
+    """Return the notebooks that only read: all but the campaigns, whose names start with 1."""
+    return [path for path in sorted(paths.notebooks().glob("*.ipynb")) if not path.name.startswith("1")]
+
+
+def resolve_latest(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace `run = "latest"` by the run it means now, so that a report names its data and can be rebuilt later."""
+    if values.get("run") != "latest":
+        return values
+    folder = paths.find_run("latest")
+    return values | {"run": next(name for name, path in paths.run_folders().items() if path == folder)}
+
+
+def execute(notebook: Path, partial: Path, values: dict[str, Any], cell_timeout: int | None) -> None:
+    """Run the notebook in a fresh kernel of this interpreter. Raises PmlkitError that names the failing cell."""
+    os.environ.setdefault("PMLKIT_PROGRESS", "bar" if sys.stderr.isatty() else "lines")
+    try:
+        execute_notebook(
+            notebook,
+            partial,
+            parameters=values,
+            kernel_name="python3",
+            progress_bar=False,
+            stderr_file=sys.stderr,
+            config=Config(KernelManager={"transport": "ipc"}),  # sockets that only this user can open
+            execution_timeout=cell_timeout,
+        )
+    except PapermillExecutionError as error:
+        raise PmlkitError(f"{place(partial)} raised {error.ename}: {error.evalue}; see {paths.relative(partial)}") from None
+    except DeadKernelError:
+        raise PmlkitError(
+            f"{place(partial)} killed the kernel (out of memory, or a signal); see {paths.relative(partial)}"
+        ) from None
+    except CellTimeoutError:
+        raise PmlkitError(f"{place(partial)} ran longer than {cell_timeout} s; raise --cell-timeout") from None
+
+
+def place(partial: Path) -> str:
+    """Return which cell was running or had failed when execution stopped: papermill stamps all later ones completed."""
+    for number, cell in enumerate(nbformat.read(partial, as_version=4).cells, start=1):
+        if cell.metadata.get("papermill", {}).get("status") in ("running", "failed"):
+            first = cell.source.splitlines()[0] if cell.source else ""
+            return f"{partial.name.removesuffix('.partial.ipynb')}: cell {number} (`{first}`)"
+    return f"{partial.name.removesuffix('.partial.ipynb')}: no cell had started; the kernel"
+
+
+def sentinel(executed: Path) -> dict[str, Any]:
+    """Return the content of the sentinel that the last code cell showed.
+
+    Raises PmlkitError if it is missing or counts other figures than the notebook holds: nothing else proves that every
+    cell ran, since papermill reports success for cells that never started.
+    """
+    cells = [c for c in nbformat.read(executed, as_version=4).cells if c.cell_type == "code"]
+    outputs = [output.get("data", {}) for output in cells[-1].outputs] if cells else []
+    found = next((data[SENTINEL] for data in outputs if SENTINEL in data), None)
+    if found is None:
+        raise PmlkitError(f"{executed.name} is not complete: its last code cell must be `complete()`")
+    figures = sum("image/svg+xml" in o.get("data", {}) for c in cells for o in c.outputs)
+    if figures != found["figures"]:
+        raise PmlkitError(f"{executed.name} shows {figures} figures but drew {found['figures']}: show each figure once")
+    return found

@@ -1,0 +1,70 @@
+"""The statistics of a comparison: an interval on a ratio of times, and control over many comparisons."""
+
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+CONFIDENCE = 0.95
+FALSE_DISCOVERY = 0.05
+LEAST_MARGIN = 0.02
+
+
+class Ratio(NamedTuple):
+    """A ratio of times, candidate over base: estimate, interval, and p for no difference at all."""
+
+    estimate: float
+    low: float
+    high: float
+    p: float
+
+
+def ratio_of_times(base: Sequence[float], candidate: Sequence[float], rounding: float = 0.0) -> Ratio:
+    """Return the ratio of geometric means of process values with Welch's t interval on logarithms.
+
+    base, candidate: one positive value a process, at least two each. rounding: sum of the relative half-widths of
+    rounding of both means; it widens the interval on both sides and is taken off the difference that p tests.
+    Identical values on both sides give an interval of just that width. Raises ValueError below two values.
+    """
+    if min(len(base), len(candidate)) < 2:
+        raise ValueError(f"an interval needs two processes a side, got {len(base)} and {len(candidate)}")
+    logs = [np.log(np.asarray(values, dtype=float)) for values in (base, candidate)]
+    difference = float(logs[1].mean() - logs[0].mean())
+    parts = [float(values.var(ddof=1)) / len(values) for values in logs]
+    error = float(np.sqrt(sum(parts)))
+    excess = max(0.0, abs(difference) - rounding)
+    if error < 1e-12:  # equal values on each side: rounding is all that is left
+        return _ratio(difference, rounding, 0.0 if excess > 1e-12 else 1.0)
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(values) - 1) for part, values in zip(parts, logs, strict=True))
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
+    return _ratio(difference, half + rounding, float(2 * stats.t.sf(excess / error, freedom)))
+
+
+def false_discovery(p: Sequence[float]) -> list[float]:
+    """Return Benjamini-Hochberg adjusted p values, in the order given."""
+    return [float(q) for q in stats.false_discovery_control(p, method="bh")] if len(p) else []
+
+
+def noise_floor(base: Sequence[Sequence[float]], again: Sequence[Sequence[float]]) -> float | None:
+    """Return the A/A floor: the 95th percentile of |ratio - 1| between two arms of one subject, or None without any."""
+    shifts = [abs(ratio_of_times(a, b).estimate - 1) for a, b in zip(base, again, strict=True) if min(len(a), len(b)) > 1]
+    return float(np.percentile(shifts, 95)) if shifts else None
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the geometric mean of positive values."""
+    return float(stats.gmean(values))
+
+
+def kendall_tau(samples: Sequence[float]) -> float:
+    """Return Kendall's tau of samples against their order: +1 = every later sample is slower. 0 for constant samples."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.ConstantInputWarning)
+        tau = float(stats.kendalltau(range(len(samples)), samples).statistic)
+    return 0.0 if np.isnan(tau) else tau
+
+
+def _ratio(difference: float, half: float, p: float) -> Ratio:
+    return Ratio(float(np.exp(difference)), float(np.exp(difference - half)), float(np.exp(difference + half)), p)

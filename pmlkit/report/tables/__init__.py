@@ -1,0 +1,1 @@
+"""One function a table: `table_*(frame, ...) -> Table`."""
