@@ -14,7 +14,7 @@ test: $(READY)  ## run the tests that need no GPU
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 lab: $(READY)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks

@@ -82,7 +82,7 @@ _CPU_CASES = (
     *(loss_case(op, 512, precision) for precision in ("fp32", "bf16") for op in LOSSES if op != "ntxent"),
 )
 _CPU_ARMS = {"pml": "pml-2.9.0", "pml-again": "pml-2.9.0", "reference": "reference"}
-_CPU_PROTOCOL = Protocol(name="pmlkit-cpu", blocks=3, block_s=0.05, warmup=3, warmup_s=0.05)
+_CPU_PROTOCOL = Protocol(name="pmlkit-cpu", blocks=3, block_s=0.03, warmup=3, warmup_s=0.05)
 
 CAMPAIGNS = {
     campaign.name: campaign

@@ -84,6 +84,11 @@ class Worker:
             if stream is not None:
                 stream.close()
 
+    def close(self) -> None:
+        """End the worker if it still lives and drop its log."""
+        self.kill()
+        self.log.close()
+
     def log_tail(self) -> str:
         """Return the end of what the worker printed, without paths of this machine."""
         self.log.seek(0, os.SEEK_END)

@@ -84,7 +84,7 @@ def run_group(run: Run, jobs: list[Job]) -> list[Record]:
             records.append(make_record(run, worker, outcome, started_at, time.monotonic() - begin))
     finally:
         for worker in workers:
-            worker.kill()
+            worker.close()
     return records
 
 

@@ -13,14 +13,14 @@ pytorch-metric-learning 2.9.0, except that nothing is added inside the logarithm
 of the type and so saturates, at 87.3 in float32), a row shorter than 1e-12 has gradient 0, a NaN or Inf anywhere makes
 the loss and every gradient NaN, and a single pair is a pair.
 
-Cost of the reference: three products of 2·N·M·D operations a pair, about five N x M matrices alive at the peak.
+Cost of the reference: three products of 2·N·M·D operations a pair, about six N x M matrices alive at the peak.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from pmlkit.errors import PmlkitError
+from pmlkit.losses.rows import reference_set, tied, unit_rows
 
 
 def reference(
@@ -36,15 +36,9 @@ def reference(
     emb_ND, ref_emb_MD: floating-point rows; labels_N, ref_labels_M: any integer type, compared by value.
     Raises PmlkitError for labels that do not fit the rows, or for half a reference set.
     """
-    if (ref_emb_MD is None) != (ref_labels_M is None):
-        raise PmlkitError("a reference set is ref_emb_MD and ref_labels_M: give both or neither")
-    refs_MD = emb_ND if ref_emb_MD is None else ref_emb_MD
-    refs_M = labels_N if ref_labels_M is None else ref_labels_M
-    if labels_N.shape != emb_ND.shape[:1] or refs_M.shape != refs_MD.shape[:1]:
-        raise PmlkitError(f"need one label a row: labels {tuple(labels_N.shape)}, rows {tuple(emb_ND.shape)}")
-    dtype = torch.promote_types(torch.promote_types(emb_ND.dtype, refs_MD.dtype), torch.float32)
-    y_ND = _unit_rows(emb_ND.to(dtype))
-    z_MD = y_ND if ref_emb_MD is None else _unit_rows(refs_MD.to(dtype))
+    refs_MD, refs_M, dtype = reference_set(emb_ND, labels_N, ref_emb_MD, ref_labels_M)
+    y_ND = unit_rows(emb_ND.to(dtype))
+    z_MD = y_ND if ref_emb_MD is None else unit_rows(refs_MD.to(dtype))
     same_NM = labels_N[:, None] == refs_M[None, :]
 
     logits_NM = y_ND @ z_MD.T / temperature
@@ -53,19 +47,4 @@ def reference(
         same_NM = same_NM.clone().fill_diagonal_(False)
     i_P, p_P = same_NM.nonzero(as_tuple=True)
     total = -logsigmoid(logits_NM[i_P, p_P] - against_N[i_P]).sum()
-    return _tied(total / max(len(i_P), 1), emb_ND, ref_emb_MD)
-
-
-def _unit_rows(rows_ND: Tensor) -> Tensor:
-    """Return rows over max(length, 1e-12). Shorter rows are constants: gradient 0, where the quotient gives 1e12."""
-    top_N1 = rows_ND.detach().abs().amax(1, keepdim=True)
-    rows_ND = rows_ND / top_N1.where(top_N1 > 1e15, 1)  # squares of 1e19 overflow float32
-    length_N1 = rows_ND.norm(dim=1, keepdim=True)
-    unit_ND = rows_ND / length_N1.clamp(min=1e-12)
-    return torch.where(length_N1.detach() < 1e-12, unit_ND.detach(), unit_ND)
-
-
-def _tied(loss: Tensor, *rows: Tensor | None) -> Tensor:
-    """Return loss + 0·rows: an empty loss stays in the graph; one NaN or Inf makes loss and all gradients NaN."""
-    zero = sum((r.detach() * 0).sum() for r in rows if r is not None)
-    return loss + sum((r * zero).sum() for r in rows if r is not None)
+    return tied(total / max(len(i_P), 1), emb_ND, ref_emb_MD)

@@ -10,13 +10,14 @@ This is ProxyAnchorLoss of pytorch-metric-learning 2.9.0 (Kim et al. 2020), exce
 their gradient has it too, labels may be of any integer type, a row or proxy shorter than 1e-12 has gradient 0, and a
 NaN or Inf anywhere makes the loss and every gradient NaN.
 
-Cost of the reference: three products of 2·N·C·D operations a pair, about six N x C matrices alive at the peak.
+Cost of the reference: three products of 2·N·C·D operations a pair, about seven N x C matrices alive at the peak.
 """
 
 import torch
 from torch import Tensor
 
 from pmlkit.errors import PmlkitError
+from pmlkit.losses.rows import tied, unit_rows
 
 
 def reference(emb_ND: Tensor, labels_N: Tensor, proxies_CD: Tensor, *, margin: float = 0.1, alpha: float = 32) -> Tensor:
@@ -32,30 +33,15 @@ def reference(emb_ND: Tensor, labels_N: Tensor, proxies_CD: Tensor, *, margin: f
     if len(labels_N) and (labels_N.min() < 0 or labels_N.max() >= classes):
         raise PmlkitError(f"a label is outside 0..{classes - 1}: every label needs its proxy")
     dtype = torch.promote_types(torch.promote_types(emb_ND.dtype, proxies_CD.dtype), torch.float32)
-    cosine_NC = _unit_rows(emb_ND.to(dtype)) @ _unit_rows(proxies_CD.to(dtype)).T
+    cosine_NC = unit_rows(emb_ND.to(dtype)) @ unit_rows(proxies_CD.to(dtype)).T
     own_NC = labels_N[:, None] == torch.arange(classes, device=labels_N.device)
     pull_C = _log1p_sum(alpha * (margin - cosine_NC), own_NC)
     push_C = _log1p_sum(alpha * (margin + cosine_NC), ~own_NC)
     present = own_NC.any(0).sum().clamp(min=1)
-    return _tied(pull_C.sum() / present + push_C.sum() / max(classes, 1), emb_ND, proxies_CD)
+    return tied(pull_C.sum() / present + push_C.sum() / max(classes, 1), emb_ND, proxies_CD)
 
 
 def _log1p_sum(exponent_NC: Tensor, kept_NC: Tensor) -> Tensor:
     """Return log(1 + sum over kept rows of exp(exponent)) per column."""
     one_1C = exponent_NC.new_zeros(1, exponent_NC.shape[1])
     return torch.cat([exponent_NC.masked_fill(~kept_NC, -torch.inf), one_1C]).logsumexp(0)
-
-
-def _unit_rows(rows_ND: Tensor) -> Tensor:
-    """Return rows over max(length, 1e-12). Shorter rows are constants: gradient 0, where the quotient gives 1e12."""
-    top_N1 = rows_ND.detach().abs().amax(1, keepdim=True)
-    rows_ND = rows_ND / top_N1.where(top_N1 > 1e15, 1)  # squares of 1e19 overflow float32
-    length_N1 = rows_ND.norm(dim=1, keepdim=True)
-    unit_ND = rows_ND / length_N1.clamp(min=1e-12)
-    return torch.where(length_N1.detach() < 1e-12, unit_ND.detach(), unit_ND)
-
-
-def _tied(loss: Tensor, *rows: Tensor) -> Tensor:
-    """Return loss + 0·rows: an empty loss stays in the graph; one NaN or Inf makes loss and all gradients NaN."""
-    zero = sum((r.detach() * 0).sum() for r in rows)
-    return loss + sum((r * zero).sum() for r in rows)

@@ -24,7 +24,7 @@ VERDICT_COLOURS = {
 PRECISION_COLOURS = {"bf16": "#0072b2", "mxfp8": "#d55e00", "nvfp4": "#009e73", "fp32": "#cc79a7"}
 PIPELINE_MARKERS = {"standard": "o", "staged": "s", "mega": "^"}
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "pmlkit",  # element ids derive from this and the content, so equal input gives equal bytes
     "svg.fonttype": "path",
     "font.size": 9,

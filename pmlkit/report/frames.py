@@ -1,6 +1,7 @@
 """Records as data frames: one row a record, then one row a cell (everything one version showed of one case on one GPU)."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,10 @@ def machine_name(run: Run) -> str:
 
 
 def frame_records(run: Run, records: Iterable[Record]) -> pd.DataFrame:
-    """Return one row per measured process: identity, status, and milliseconds per iteration (median of its samples)."""
+    """Return one row per measured process: identity, status, and milliseconds per iteration (median of its samples).
+
+    Sorted by case, arm and replicate, in the order of the registries; `order` keeps the order in time.
+    """
     rows = []
     for record in records:
         row = {
@@ -41,13 +45,18 @@ def frame_records(run: Run, records: Iterable[Record]) -> pd.DataFrame:
             "error": record.check.rms_rel if record.check else None,
             "limit": record.check.limit if record.check else None,
         }
-        for phase in registry.OPS[record.op].phases:
+        for phase in registry.op(record.op).phases:
             row[f"{phase}_ms"] = iteration_ms(record, phase)
-        if record.memory:
-            row["peak_mib"] = max(m.allocated_peak_bytes for m in record.memory) / 2**20
-            row["beyond_mib"] = max(m.allocated_peak_bytes - m.baseline_bytes for m in record.memory) / 2**20
+        beyond = [memory.allocated_peak_bytes - memory.baseline_bytes for memory in record.memory or []]
+        row["beyond_mib"] = max(beyond) / 2**20 if beyond else None
         rows.append(row)
-    return pd.DataFrame(rows)
+    ranks = {"op": list(registry.OPS), "precision": list(PRECISIONS)}
+    order = ["op", "precision", "N", "label", "replicate"]
+    return pd.DataFrame(rows).sort_values(
+        order,
+        ignore_index=True,
+        key=lambda column: column.map(ranks[str(column.name)].index) if column.name in ranks else column,
+    )
 
 
 def iteration_ms(record: Record, phase: str) -> float | None:
@@ -89,11 +98,8 @@ def rebuild_processes(mean: float, low: float, high: float) -> list[float]:
 def cells_published(frame: pd.DataFrame) -> pd.DataFrame:
     """Return one row per (GPU, case, version): status, the three rebuilt process values, relative rounding of the mean."""
     cells = frame[[*CELL_KEYS, "status"]].copy()
-    ok = frame["status"] == "ok"
-    values = [
-        rebuild_processes(r.total_ms, r.low_ms, r.high_ms) if good else []
-        for good, r in zip(ok, frame.itertuples(), strict=True)
-    ]
+    columns = zip(frame["status"], frame["total_ms"], frame["low_ms"], frame["high_ms"], strict=True)
+    values = [rebuild_processes(mean, low, high) if status == "ok" else [] for status, mean, low, high in columns]
     cells["values"] = pd.Series(values, index=frame.index)
     cells["rounding"] = (frame["total_ms_hw"] / frame["total_ms"]).fillna(0.0)
     return unique_cells(cells)
@@ -159,6 +165,6 @@ def frame_moe(records: Iterable[PublishedRecord]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def case_name(op: str, precision: str, rows: int) -> str:
+def case_name(op: Any, precision: Any, rows: Any) -> str:
     """Return a case as a reader says it: `Contrastive bfloat16 2,048`."""
     return f"{registry.OPS[op].title} {PRECISIONS[precision].element} {rows:,}"

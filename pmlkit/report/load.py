@@ -44,15 +44,8 @@ class RunData:
     @property
     def controls(self) -> list[tuple[str, str]]:
         """Pairs of arms that ran one subject at one version: the A/A control."""
-        arms = self.frame.drop_duplicates("label")[["label", "subject", "version"]]
-        others = arms[arms["label"] != self.baseline]
-        base = arms[arms["label"] == self.baseline]
-        return [
-            (b.label, o.label)
-            for b in base.itertuples()
-            for o in others.itertuples()
-            if (b.subject, b.version) == (o.subject, o.version)
-        ]
+        versions = {row["label"]: (row["subject"], row["version"]) for row in self.frame.to_dict("records")}
+        return [(self.baseline, arm) for arm in self.candidates if versions[arm] == versions.get(self.baseline)]
 
     @property
     def floor(self) -> float | None:

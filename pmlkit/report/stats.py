@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -62,7 +62,8 @@ def kendall_tau(samples: Sequence[float]) -> float:
     """Return Kendall's tau of samples against their order: +1 = every later sample is slower. 0 for constant samples."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.ConstantInputWarning)
-        tau = float(stats.kendalltau(range(len(samples)), samples).statistic)
+        result: Any = stats.kendalltau(range(len(samples)), samples)
+        tau = float(result.statistic)
     return 0.0 if np.isnan(tau) else tau
 
 

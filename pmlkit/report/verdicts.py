@@ -54,10 +54,11 @@ def verdict_health(data: RunData) -> Html:
         sentences.append(
             f"Drift: from the first to the last third of the campaign the pair time changes by {drift:+.1f} % in the median."
         )
-        worst = ok.loc[(ok["error"] / ok["limit"]).idxmax()]
+        worst = ok.assign(share=ok["error"] / ok["limit"]).nlargest(1, "share").iloc[0]
         share = 100 * worst["error"] / worst["limit"]
+        wrong = int((data.frame["status"] == "wrong_result").sum())
         sentences.append(
-            f"Answers: every timed case was right; the nearest to its limit is {worst['label']} on "
+            f"Answers: {wrong} wrong, which were not timed; of the timed ones the nearest to its limit is {worst['label']} on "
             f"{case_name(worst['op'], worst['precision'], worst['N'])} ({worst['error']:.1e}, {share:.0f} % of the limit)."
         )
     return verdict(*sentences)
@@ -76,7 +77,7 @@ def verdict_moe(data: SourceData) -> Html:
     frame = data.frame
     sentences = []
     for mode, part in frame.groupby("mode", sort=False):
-        best = [part.loc[group["useful_tflops"].idxmax()] for _, group in part.groupby("precision", sort=False)]
+        best = [group.nlargest(1, "useful_tflops").iloc[0] for _, group in part.groupby("precision", sort=False)]
         rates = ", ".join(f"{r.precision} {r.useful_tflops:,.0f} TFLOP/s ({r.pipeline}, EP{r.ep}, F={r.width:,})" for r in best)
         sentences.append(f"Highest useful rate per GPU, {mode}: {rates}.")
     ratios = slowdowns(frame)
@@ -107,7 +108,7 @@ def repeats(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the configurations that occur under two categories, and the relative change between the two."""
     keys = ["mode", "ep", "precision", "pipeline", "width", "imbalance"]
     groups = [group for _, group in frame.groupby(keys, sort=False) if len(group) > 1]
-    rows: list[dict[str, Any]] = [
+    rows: list[dict[Any, Any]] = [
         {
             **group.iloc[0][keys].to_dict(),
             "first": group.iloc[0]["row"],
@@ -126,7 +127,7 @@ def verdict_roofline(frame: pd.DataFrame) -> Html:
     if "best_share" not in frame:
         return verdict("Unknown board: no peak is known, so no percentage can be given.")
     nearest = ", ".join(f"{name} in {n}" for name, n in frame["nearest"].value_counts().items())
-    top = frame.loc[frame["best_share"].idxmax()]
+    top = frame.nlargest(1, "best_share").iloc[0]
     skewed = frame[frame["balance"] < 1].sort_values("tflops").iloc[0]
     sums = frame[frame["imbalance"] == 1].groupby("precision", sort=False)["overlap"].median()
     median, most = 100 * frame["best_share"].median(), 100 * top["best_share"]
@@ -186,7 +187,7 @@ def verdict_loss_roofs(frame: pd.DataFrame) -> Html:
     """Return how near the published loss rows come to the roofs of their boards."""
     sentences = []
     for gpu, group in frame.groupby("gpu", sort=False):
-        top = group.loc[group["share"].idxmax()]
+        top = group.nlargest(1, "share").iloc[0]
         sentences.append(
             f"{gpu}: published losses reach {100 * group['share'].median():.2g} % of their nearest roof in the median and "
             f"{100 * top['share']:.2g} % at most ({top['label']}, {case_name(top['op'], top['precision'], top['N'])}): "
@@ -229,11 +230,9 @@ def host_bound_series(frame: pd.DataFrame) -> tuple[int, int]:
 def _ends(table: pd.DataFrame) -> str:
     """Return the largest gain and the largest loss among decided cases, with intervals."""
     words = []
-    for name, pick in (("faster", "idxmin"), ("slower", "idxmax")):
-        decided = table[table["verdict"] == name]
-        if len(decided):
-            row = decided.loc[getattr(decided["ratio"], pick)()]
-            words.append(
-                f"Most {name}: {case_name(row.op, row.precision, row.N)}, time ×{row.ratio:.3g} [{row.low:.3g}, {row.high:.3g}]"
-            )
+    for name, largest in (("faster", False), ("slower", True)):
+        decided = table[table["verdict"] == name].sort_values("ratio", ascending=not largest)
+        for row in decided.head(1).to_dict("records"):
+            case = case_name(row["op"], row["precision"], row["N"])
+            words.append(f"Most {name}: {case}, time ×{row['ratio']:.3g} [{row['low']:.3g}, {row['high']:.3g}]")
     return ". ".join(words) + "." if words else ""

@@ -108,15 +108,10 @@ def _plain_ticks(axis: Axes, values: np.ndarray) -> None:
     if finite.size == 0:
         return
     decades = np.log10(finite.max() / finite.min())
-    steps = (
-        (1,)
-        if decades > 3
-        else (1, 3)
-        if decades > 1.5
-        else (1, 2, 5)
-        if decades > 0.5
-        else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
-    )
+    if decades > 1.2:
+        steps: tuple[float, ...] = (1,) if decades > 2 else (1, 3)
+    else:
+        steps = (1, 2, 5) if decades > 0.5 else (1, 1.2, 1.5, 2, 3, 4, 5, 7, 9)
     lowest, highest = np.floor(np.log10(finite.min())), np.ceil(np.log10(finite.max()))
     ticks = [step * 10.0**power for power in range(int(lowest) - 1, int(highest) + 1) for step in steps]
     least, most = axis.get_xlim()
@@ -130,21 +125,24 @@ def _extremes(group: pd.DataFrame) -> str:
     measured = group.dropna(subset=["ratio"])
     if measured.empty:
         return ""
-    ends = (("Lowest", measured.loc[measured["ratio"].idxmin()]), ("highest", measured.loc[measured["ratio"].idxmax()]))
+    ends = (("lowest", measured.nsmallest(1, "ratio")), ("highest", measured.nlargest(1, "ratio")))
     words = [
-        f"{word} ratio {row.ratio:.3g} [{row.low:.3g}, {row.high:.3g}] at {case_name(row.op, row.precision, row.N)}"
-        for word, row in ends
+        f"{word} ratio {row['ratio']:.3g} [{row['low']:.3g}, {row['high']:.3g}] at "
+        f"{case_name(row['op'], row['precision'], row['N'])}"
+        for word, rows in ends
+        for row in rows.to_dict("records")
     ]
     return f" {', '.join(words)}."
 
 
 def _alt_values(cells: pd.DataFrame, labels: list[str]) -> str:
     words = []
-    for (gpu, op, precision, rows), group in cells.groupby(KEYS, sort=False):
+    for key, group in cells.groupby(KEYS, sort=False):
+        gpu, *case = key if isinstance(key, tuple) else (key,)
         numbers = [
             f"{label} {geometric_mean(row['values']):.3g}" if row["values"] else f"{label} {row['status']}"
             for label in labels
             for row in group[group["label"] == label].to_dict("records")
         ]
-        words.append(f"{gpu} {case_name(op, precision, rows)}: {', '.join(numbers)}")
+        words.append(f"{gpu} {case_name(*case)}: {', '.join(numbers)}")
     return "; ".join(words) + "."

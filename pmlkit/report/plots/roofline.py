@@ -31,7 +31,7 @@ def plot_roofline(frame: pd.DataFrame, gpu: Gpu, precisions: list[str]) -> Repor
         figure.legend(handles, [f"{k} {p}" for k, p in used], loc="outside lower center", ncols=max(1, len(used)))
         figure.suptitle(f"{gpu.title}: theoretical dense peaks, source dated {gpu.peak('hbm').retrieved}", fontsize=10)
     roofs = ", ".join(f"{p} {gpu.peak(p).value:,.0f} TFLOP/s (ridge {ridge(gpu, p):,.1f} FLOP/byte)" for p in precisions)
-    best = [frame.loc[group["tflops"].idxmax()] for _, group in frame.groupby("precision", sort=False)]
+    best = [group.nlargest(1, "tflops").iloc[0] for _, group in frame.groupby("precision", sort=False)]
     figure.alt = (
         f"Roofline of {len(frame)} cases on {gpu.title}. Roofs: {roofs}; memory {gpu.peak('hbm').value:,.0f} GB/s; link "
         f"{gpu.peak('nvlink').value:,.0f} GB/s per direction. Fastest per precision: "
@@ -60,8 +60,8 @@ def plot_shares(frame: pd.DataFrame, title: str) -> ReportFigure:
         f"Best share: median {100 * frame['best_share'].median():.1f} %, maximum {100 * frame['best_share'].max():.1f} %. "
         + "Compute, HBM and NVLink shares: "
         + "; ".join(
-            f"{r.row} {100 * r.compute_share:.0f}/{100 * r.hbm_share:.0f}/{100 * r.nvlink_share:.0f} %"
-            for r in frame.itertuples()
+            f"{r['row']} {100 * r['compute_share']:.0f}/{100 * r['hbm_share']:.0f}/{100 * r['nvlink_share']:.0f} %"
+            for r in frame.to_dict("records")
         )
         + "."
     )
@@ -84,8 +84,8 @@ def plot_ceilings(frame: pd.DataFrame) -> ReportFigure:
         axis.set_ylim(len(frame) - 0.5, -0.5)
         axis.set(xscale="log", xlabel="useful TFLOP/s per GPU: measured (marker) and balance-adjusted ceiling (bar)")
     lines = (
-        f"{r.row} {r.tflops:,.0f} of {r.ceiling_tflops:,.0f} TFLOP/s ({100 * r.ceiling_share:.0f} %)"
-        for r in frame.itertuples()
+        f"{r['row']} {r['tflops']:,.0f} of {r['ceiling_tflops']:,.0f} TFLOP/s ({100 * r['ceiling_share']:.0f} %)"
+        for r in frame.to_dict("records")
     )
     figure.alt = (
         "Measured rate against the ceiling that imbalance leaves (peak times mean over maximum rows): " + "; ".join(lines) + "."

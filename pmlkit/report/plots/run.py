@@ -40,7 +40,7 @@ def plot_phases(frame: pd.DataFrame) -> ReportFigure:
     )
     forward, backward = (100 * table[name] / table["pair_ms"] for name in columns[:2])
     places = np.arange(len(table))
-    names = [f"{case_name(r.op, r.precision, r.N)}, {r.label}" for r in table.itertuples()]
+    names = [f"{case_name(r['op'], r['precision'], r['N'])}, {r['label']}" for r in table.to_dict("records")]
     with style():
         figure = ReportFigure(figsize=(9, 1.4 + 0.2 * len(table)))
         axis = figure.subplots()

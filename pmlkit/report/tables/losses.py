@@ -31,12 +31,12 @@ def table_measured(frame: pd.DataFrame, key: str) -> Table:
     """Return what a run measured: one row a case and arm, medians over processes and the range of the pair."""
     groups = frame.groupby(["op", "precision", "N", "label", "version"], sort=False)
     rows = []
-    for (op, precision, size, label, version), group in groups:
+    for (*case, label, version), group in groups:
         ok = group[group["status"] == "ok"]
         failed = group[group["status"] != "ok"]
         rows.append(
             {
-                "case": case_name(op, precision, size),
+                "case": case_name(*case),
                 "arm": label,
                 "version": version,
                 "status": "ok" if failed.empty else failed["status"].mode()[0],
@@ -45,7 +45,7 @@ def table_measured(frame: pd.DataFrame, key: str) -> Table:
                 "forward, ms": ok["forward_ms"].median(),
                 "backward, ms": ok["backward_ms"].median(),
                 "process range, ms": f"{ok['pair_ms'].min():.3g}–{ok['pair_ms'].max():.3g}" if len(ok) else None,
-                "peak beyond inputs, MiB": ok["beyond_mib"].median() if "beyond_mib" in ok else None,
+                "peak beyond inputs, MiB": ok["beyond_mib"].median(),
                 "error": ok["error"].max(),
             }
         )
@@ -56,7 +56,6 @@ def table_measured(frame: pd.DataFrame, key: str) -> Table:
 
 def table_verdicts(table: pd.DataFrame, key: str, caption: str) -> Table:
     """Return the verdict of every case: both times, ratio with interval, adjusted p, verdict or the status change."""
-    decided = table.assign(interval=[_interval(low, high) for low, high in zip(table["low"], table["high"], strict=True)])
     shown = pd.DataFrame(
         {
             "case": _names(table),
@@ -66,7 +65,7 @@ def table_verdicts(table: pd.DataFrame, key: str, caption: str) -> Table:
             "base, ms": table["base_ms"],
             "candidate, ms": table["candidate_ms"],
             "time ratio": table["ratio"],
-            "95 % interval": decided["interval"],
+            "95 % interval": [_interval(*ends) for ends in zip(table["low"], table["high"], strict=True)],
             "adjusted p": table["q"],
             "verdict": table["verdict"],
             "status change": table["change"].replace("", None),

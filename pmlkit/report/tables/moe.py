@@ -1,5 +1,8 @@
 """Tables of the mixture-of-experts and roofline reports."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import pandas as pd
 
 from pmlkit.hardware import gpus
@@ -24,11 +27,10 @@ def table_cases(frame: pd.DataFrame) -> Table:
         nvlink_max_gbps="NVLink busiest, GB/s",
         hbm_gbps="HBM estimate, GB/s",
     )
-    formats = dict.fromkeys(("forward, ms", "backward, ms", "layer, ms"), ".3f")
-    formats |= dict.fromkeys(("useful TFLOP/s", "NVLink mean, GB/s", "NVLink busiest, GB/s", "HBM estimate, GB/s"), ",.0f")
-    return Table(
-        shown, "moe-cases", "All published cases; repeated configurations stay separate rows", _counts(formats), ("status",)
-    )
+    rates = ("useful TFLOP/s", "NVLink mean, GB/s", "NVLink busiest, GB/s", "HBM estimate, GB/s")
+    formats = dict.fromkeys(("forward, ms", "backward, ms", "layer, ms"), ".3f") | dict.fromkeys(rates, ",.0f")
+    caption = "All published cases; repeated configurations stay separate rows"
+    return Table(shown, "moe-cases", caption, _counts(formats), ("status",))
 
 
 def table_memory(frame: pd.DataFrame) -> Table:
@@ -114,5 +116,5 @@ def _named(frame: pd.DataFrame, **columns: str) -> pd.DataFrame:
     return frame[[*_CASE, *columns]].rename(columns=_CASE | columns)
 
 
-def _counts(formats: dict[str, str]) -> dict[str, str]:
-    return {"imbalance": "g", "F": ",d"} | formats
+def _counts(formats: Mapping[Any, str]) -> dict[str, str]:
+    return {"imbalance": "g", "F": ",d", **formats}

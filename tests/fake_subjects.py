@@ -1,0 +1,86 @@
+"""Subjects that misbehave on purpose, for the runner's tests. Each is a binder: (case, inputs) -> Bound."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from pmlkit.case import Case
+from pmlkit.losses.bind import Bound, LossInputs, bind_reference
+
+
+def _tiny(case: Case) -> bool:
+    """Whether this is the binding that only imports; faults wait for the real one."""
+    return case.shape["N"] == 8
+
+
+def fine(case: Case, inputs: LossInputs) -> Bound:
+    print("a subject may print")
+    return bind_reference(case, inputs)
+
+
+def wrong(case: Case, inputs: LossInputs) -> Bound:
+    bound = bind_reference(case, inputs)
+    return Bound(lambda: bound.forward() * 1.5, bound.leaves)
+
+
+def not_finite(case: Case, inputs: LossInputs) -> Bound:
+    bound = bind_reference(case, inputs)
+    return Bound(lambda: bound.forward() * float("nan"), bound.leaves)
+
+
+def hangs(case: Case, inputs: LossInputs) -> Bound:
+    if not _tiny(case):
+        time.sleep(600)
+    return bind_reference(case, inputs)
+
+
+def killed(case: Case, inputs: LossInputs) -> Bound:
+    if not _tiny(case):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return bind_reference(case, inputs)
+
+
+def aborts(case: Case, inputs: LossInputs) -> Bound:
+    if not _tiny(case):
+        os.abort()
+    return bind_reference(case, inputs)
+
+
+def silent(case: Case, inputs: LossInputs) -> Bound:
+    if not _tiny(case):
+        os._exit(0)
+    return bind_reference(case, inputs)
+
+
+def garbage(case: Case, inputs: LossInputs) -> Bound:
+    if not _tiny(case):
+        for fd in range(3, 64):  # the worker's answer is one of these
+            try:
+                os.write(fd, b"all is well\n")
+            except OSError:
+                continue
+        sys.stdout.flush()
+    return bind_reference(case, inputs)
+
+
+def out_of_memory(case: Case, inputs: LossInputs) -> Bound:
+    if not _tiny(case):
+        torch.empty(1 << 60)
+    return bind_reference(case, inputs)
+
+
+def device_out_of_memory(case: Case, inputs: LossInputs) -> Bound:
+    if not _tiny(case):
+        raise torch.OutOfMemoryError("tried to allocate 407.00 GiB")
+    return bind_reference(case, inputs)
+
+
+def raises(case: Case, inputs: LossInputs) -> Bound:
+    raise RuntimeError(f"broken in {__file__}")
+
+
+def unsupported(case: Case, inputs: LossInputs) -> Bound:
+    raise NotImplementedError("no such kernel")

@@ -1,0 +1,143 @@
+"""Timing, memory and the answer check, each on something whose truth is known."""
+
+import time
+
+import pytest
+import torch
+
+from pmlkit.bench.check import check_answer, mining_gap
+from pmlkit.bench.memory import profile_memory
+from pmlkit.bench.timing import pair, time_phases, warm_up
+from pmlkit.bench.worker import Outcome, judge_timer
+from pmlkit.campaign import Protocol, loss_case
+from pmlkit.losses.bind import Bound, bind_reference, make_inputs
+from pmlkit.record import Timer
+
+PROTOCOL = Protocol(name="test", blocks=3, block_s=0.02, warmup=4, warmup_s=0.01)
+
+
+class Sleep(torch.autograd.Function):
+    """Takes 5 ms forward and 10 ms backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(0.005)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        time.sleep(0.010)
+        return grads[0].expand(4)
+
+
+def sleeper() -> Bound:
+    leaf = torch.zeros(4, requires_grad=True)
+    return Bound(lambda: Sleep.apply(leaf), (leaf,))  # type: ignore[arg-type,return-value]
+
+
+def test_known_durations_are_found() -> None:
+    """A pair of 5 + 10 ms is timed as such, each phase on its own; a sleep only overshoots, so the fastest block decides."""
+    samples = time_phases(sleeper(), inner=4, blocks=3)
+    for phase, expected in (("forward", 5), ("backward", 10), ("pair", 15)):
+        fastest = min(ranks[0] for ranks in samples[phase]) / 4 / 1e6
+        assert expected <= fastest < 1.3 * expected, (phase, fastest)
+
+
+def test_inner_iterations_do_not_change_the_time_of_one() -> None:
+    """Ten times the iterations take ten times as long."""
+    one, ten = (min(r[0] for r in time_phases(sleeper(), inner=n, blocks=2)["pair"]) / n for n in (1, 10))
+    assert ten == pytest.approx(one, rel=0.2)
+
+
+def test_warm_up_reaches_count_and_seconds_and_sizes_the_block() -> None:
+    """Warm-up runs at least the asked count and time; 15 ms pairs need two iterations for a 20 ms block."""
+    timer = warm_up(sleeper(), PROTOCOL)
+    assert timer.warmup >= PROTOCOL.warmup
+    assert timer.warmup_s >= PROTOCOL.warmup_s
+    assert timer.inner == 2
+    assert timer.resolution_ns > 0
+
+
+def test_a_pair_starts_from_cleared_gradients() -> None:
+    """Two pairs leave the gradient of one, not of two."""
+    inputs = make_inputs(loss_case("contrastive", 16, "fp32"))
+    bound = bind_reference(loss_case("contrastive", 16, "fp32"), inputs)
+    pair(bound)
+    first = inputs.emb_ND.grad
+    pair(bound)
+    assert first is not None
+    assert torch.equal(first, inputs.emb_ND.grad)  # type: ignore[arg-type]
+
+
+def test_memory_peak_of_a_known_allocation() -> None:
+    """A forward that holds 8 MB and, after freeing 4, takes 2 more peaks at 8 MB beyond its leaf."""
+
+    def forward() -> torch.Tensor:
+        a, b = torch.ones(1_000_000), torch.ones(1_000_000)
+        del b
+        c = torch.ones(500_000)
+        return leaf.sum() + a[0] + c[0]
+
+    leaf = torch.zeros(1000, requires_grad=True)
+    memory = profile_memory(Bound(forward, (leaf,)))
+    assert memory.baseline_bytes == 4000
+    assert 8_000_000 <= memory.allocated_peak_bytes - 4000 < 8_050_000
+
+
+def test_zero_time_is_a_timer_error_and_short_blocks_are_flagged() -> None:
+    """Not-positive time is a status; a block under a thousand clock ticks is a flag."""
+
+    def judged(nanoseconds: int) -> Outcome:
+        timer = Timer(method="wall", cache="as-in-loop", warmup=1, warmup_s=0.0, inner=1, resolution_ns=50.0)
+        outcome = Outcome(status="ok", timer=timer, samples_ns={"pair": [[nanoseconds]]})
+        judge_timer(outcome)
+        return outcome
+
+    assert judged(0).status == "timer_error"
+    assert judged(49_999).flags == ["below_resolution"]
+    assert judged(50_000).flags == []
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 + 1e-4, float("nan")])
+def test_the_check_finds_a_small_error(factor: float) -> None:
+    """An answer off by 1e-4 in float32 fails, the exact one passes, NaN is not finite."""
+    case = loss_case("ntxent", 32, "fp32")
+    bound = bind_reference(case, inputs := make_inputs(case))
+    check = check_answer(case, inputs, Bound(lambda: bound.forward() * factor, bound.leaves))
+    assert check.passed == (factor == 1.0)
+    assert (check.rms_rel is None) == (factor != factor)
+
+
+def test_the_check_finds_one_wrong_row() -> None:
+    """A gradient that is wrong in one row fails and the row is named."""
+    case = loss_case("contrastive", 64, "fp32")
+    bound = bind_reference(case, inputs := make_inputs(case))
+
+    def forward() -> torch.Tensor:
+        return bound.forward() + (inputs.emb_ND[7] * 0.01).sum() - (inputs.emb_ND[7] * 0.01).sum().detach()
+
+    check = check_answer(case, inputs, Bound(forward, bound.leaves))
+    assert not check.passed
+    assert check.worst_row == 7
+
+
+def test_missing_gradient_fails() -> None:
+    """A subject that returns the right loss without a gradient is wrong."""
+    case = loss_case("contrastive", 16, "fp32")
+    bound = bind_reference(case, inputs := make_inputs(case))
+    detached = torch.zeros((), requires_grad=True)
+    check = check_answer(case, inputs, Bound(lambda: bound.forward().detach() + detached, bound.leaves))
+    assert not check.passed
+
+
+def test_mining_gap() -> None:
+    """The hardest triplets have gap 0, an easier negative a positive one, a positive of another label is refused."""
+    case = loss_case("batch_hard_triplet", 32, "fp32")
+    inputs = make_inputs(case)
+    mined = bind_reference(case, inputs).mined
+    assert mined is not None
+    a, p, n = mined()
+    assert mining_gap(inputs, (a, p, n)) < 1e-6
+    others = torch.tensor([int((inputs.labels_N != inputs.labels_N[i]).nonzero()[0]) for i in a])
+    assert mining_gap(inputs, (a, p, others)) > 1e-3
+    assert mining_gap(inputs, (a, n, p)) == float("inf")

@@ -1,0 +1,133 @@
+"""The runner against subjects that fail in every way, and against the real ones."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pmlkit import paths
+from pmlkit.bench import runner
+from pmlkit.bench.process import scrub
+from pmlkit.campaign import Campaign, Protocol, campaign, loss_case
+from pmlkit.record import Record, read_run
+from pmlkit.registry import SUBJECTS, Subject, subject
+
+QUICK = Protocol(name="test", blocks=2, block_s=0.001, warmup=1, warmup_s=0.0, timeout_s=60)
+
+
+@pytest.fixture(autouse=True)
+def own_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "runs", lambda: tmp_path / "runs")
+
+
+def fake(name: str, **changes) -> Subject:
+    known = msgspec.structs.replace(subject("reference"), key=name, name=name, bind=f"tests.fake_subjects:{name}", math="plain")
+    return msgspec.structs.replace(known, **changes)
+
+
+def run_arms(
+    subjects: dict[str, Subject], monkeypatch: pytest.MonkeyPatch, protocol: Protocol = QUICK, **changes
+) -> list[Record]:
+    """Run one small case for these subjects and return the records."""
+    for key, value in subjects.items():
+        monkeypatch.setitem(SUBJECTS, key, value)
+    plan = Campaign(
+        name="test",
+        question="?",
+        cases=(loss_case("contrastive", 16, "fp32"),),
+        arms={key: key for key in subjects},
+        baseline=next(iter(subjects)),
+        replicates=1,
+        protocol=protocol,
+    )
+    folder = runner.run_campaign(msgspec.structs.replace(plan, **changes))
+    run, lines = read_run(folder)
+    assert lines.problems == []
+    assert run.planned == len(plan.cases) * len(subjects)
+    return lines.records
+
+
+EXPECTED = {
+    "fine": ("ok", None),
+    "wrong": ("wrong_result", "differs by"),
+    "not_finite": ("wrong_result", "is not finite"),
+    "killed": ("host_oom", "signal 9"),
+    "aborts": ("crashed", "signal 6"),
+    "silent": ("crashed", "exited with status 0 without an outcome"),
+    "garbage": ("crashed", "not an outcome"),
+    "out_of_memory": ("host_oom", "DefaultCPUAllocator"),
+    "device_out_of_memory": ("oom", "407.00 GiB"),
+    "raises": ("error", "RuntimeError: broken in <project>/tests/fake_subjects.py"),
+    "unsupported": ("unsupported", "no such kernel"),
+}
+
+
+def test_every_fault_becomes_one_typed_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subject that is wrong, dies, lies, stays silent or runs out of memory costs its own record and no other."""
+    records = run_arms({name: fake(name) for name in EXPECTED}, monkeypatch)
+    found = {record.arm: record for record in records}
+    assert set(found) == set(EXPECTED)
+    for name, (status, reason) in EXPECTED.items():
+        record = found[name]
+        assert record.status == status, f"{name}: {record.status}, {record.reason}"
+        assert (record.reason is None) if reason is None else (reason in (record.reason or "")), f"{name}: {record.reason}"
+        assert (record.samples_ns is not None) == (status == "ok")
+    assert "a subject may print" in found["fine"].log_tail
+
+
+def test_a_hanging_worker_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that does not answer in time is ended and recorded as a time-out; its neighbour still runs."""
+    protocol = msgspec.structs.replace(QUICK, timeout_s=20)
+    records = run_arms({"hangs": fake("hangs"), "fine": fake("fine")}, monkeypatch, protocol)
+    assert {record.arm: record.status for record in records} == {"hangs": "timeout", "fine": "ok"}
+
+
+def test_a_release_that_is_not_installed_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subject names its version; another installed version is not measured in its place."""
+    other = msgspec.structs.replace(subject("pml-2.9.0"), key="pml-1.0", version="1.0")
+    (record,) = run_arms({"pml-1.0": other}, monkeypatch)
+    assert record.status == "unsupported"
+    assert "pytorch-metric-learning 1.0 is not installed (found 2.9.0)" in (record.reason or "")
+
+
+def test_a_precision_without_a_path_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case outside a subject's precisions is a record that says so."""
+    (record,) = run_arms({"fine": fake("fine", precisions=("bf16",))}, monkeypatch)
+    assert (record.status, record.reason) == ("unsupported", "fine has no fp32 path")
+
+
+def test_the_budget_stops_between_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that is spent leaves the rest unrecorded; planned and recorded differ and nothing is invented."""
+    monkeypatch.setitem(SUBJECTS, "fine", fake("fine"))
+    plan = msgspec.structs.replace(campaign("losses-cpu"), arms={"fine": "fine"}, baseline="fine", protocol=QUICK)
+    run, lines = read_run(runner.run_campaign(plan, budget_s=0.0))
+    assert run.planned == 30
+    assert lines.records == []
+
+
+def test_a_real_campaign_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PML 2.9.0, its A/A twin and the reference on one case: checked, timed, profiled, all raw samples kept."""
+    subjects = {"pml": subject("pml-2.9.0"), "reference": subject("reference")}
+    records = run_arms(subjects, monkeypatch, cases=(loss_case("batch_hard_triplet", 64, "bf16"),))
+    for record in records:
+        assert record.status == "ok", record.reason
+        assert record.samples_ns is not None
+        assert set(record.samples_ns) == {"pair", "forward", "backward"}
+        assert all(len(samples) == QUICK.blocks for samples in record.samples_ns.values())
+        assert record.timer is not None
+        assert record.timer.method == "wall"
+        assert record.memory is not None
+        assert record.memory[0].allocated_peak_bytes > record.memory[0].baseline_bytes == 64 * 128 * 2
+        assert record.work is not None
+        assert record.work.flops == {"bf16": 2 * 64 * 64 * 128}
+    pml = next(record for record in records if record.arm == "pml")
+    assert pml.check is not None
+    assert "at the subject's own triplets" in pml.check.reference
+    assert (pml.check.plain_rms_rel or 0) > pml.check.limit > (pml.check.rms_rel or 1)
+
+
+def test_paths_of_this_machine_are_scrubbed() -> None:
+    """What enters a record names no folder of this machine."""
+    text = scrub(f"error in {paths.root()}/x.py, home {Path.home()}/y")
+    assert str(paths.root()) not in text
+    assert "<project>/x.py" in text
