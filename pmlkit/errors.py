@@ -6,8 +6,9 @@ class PmlkitError(Exception):
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """Return a remedy for an unknown word: the closest known one, or the whole list if none is close."""
+    """Return a remedy for an unknown word: one it begins, else the closest known one, else the whole list."""
     import difflib
 
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    longer = [name for name in known if word and name.startswith(word)]
+    close = longer or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else "known: " + (", ".join(sorted(known)) or "none")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from jupyter_client.kernelspec import NoSuchKernel
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill import execute_notebook
 from papermill.exceptions import PapermillExecutionError
@@ -46,7 +47,7 @@ def find_notebook(name: str) -> Path:
     known = {path.stem: path for path in sorted(paths.notebooks().glob("*.ipynb"))}
     path = Path(name)
     if path.suffix == ".ipynb" and path.is_file():
-        return path
+        return path.resolve()
     if path.stem in known and path.suffix in ("", ".ipynb"):
         return known[path.stem]
     raise PmlkitError(f"unknown notebook {name!r} in {paths.relative(paths.notebooks())}: {nearest(path.stem, list(known))}")
@@ -68,34 +69,40 @@ def resolve_latest(values: dict[str, Any]) -> dict[str, Any]:
 def execute(notebook: Path, partial: Path, values: dict[str, Any], cell_timeout: int | None) -> None:
     """Run the notebook in a fresh kernel of this interpreter. Raises PmlkitError that names the failing cell."""
     os.environ.setdefault("PMLKIT_PROGRESS", "bar" if sys.stderr.isatty() else "lines")
+    started: list[Any] = []  # papermill stamps cells completed that never ran, so note what did start
     try:
         execute_notebook(
             notebook,
             partial,
             parameters=values,
             kernel_name="python3",
+            language="python",
             progress_bar=False,
             stderr_file=sys.stderr,
-            config=Config(KernelManager={"transport": "ipc"}),  # sockets that only this user can open
             execution_timeout=cell_timeout,
+            on_cell_start=lambda cell, cell_index: started.append(cell),
+            config=Config({"KernelManager": {"transport": "ipc"}}),  # sockets that only this user can open
         )
     except PapermillExecutionError as error:
-        raise PmlkitError(f"{place(partial)} raised {error.ename}: {error.evalue}; see {paths.relative(partial)}") from None
+        cause = f"raised {error.ename}: {error.evalue}"
+    except NoSuchKernel:
+        cause = "found no kernel named python3; install ipykernel in this environment"
     except DeadKernelError:
-        raise PmlkitError(
-            f"{place(partial)} killed the kernel (out of memory, or a signal); see {paths.relative(partial)}"
-        ) from None
+        cause = "killed the kernel (out of memory, or a signal)"
     except CellTimeoutError:
-        raise PmlkitError(f"{place(partial)} ran longer than {cell_timeout} s; raise --cell-timeout") from None
+        cause = f"ran longer than {cell_timeout} s; raise --cell-timeout"
+    else:
+        return
+    raise PmlkitError(f"{place(notebook, started)} {cause}; see {paths.relative(partial)}")
 
 
-def place(partial: Path) -> str:
-    """Return which cell was running or had failed when execution stopped: papermill stamps all later ones completed."""
-    for number, cell in enumerate(nbformat.read(partial, as_version=4).cells, start=1):
-        if cell.metadata.get("papermill", {}).get("status") in ("running", "failed"):
-            first = cell.source.splitlines()[0] if cell.source else ""
-            return f"{partial.name.removesuffix('.partial.ipynb')}: cell {number} (`{first}`)"
-    return f"{partial.name.removesuffix('.partial.ipynb')}: no cell had started; the kernel"
+def place(notebook: Path, started: list[Any]) -> str:
+    """Return the last cell that started, by its number in the notebook as committed and its first line."""
+    if not started:
+        return notebook.name
+    numbers = {cell.get("id"): n for n, cell in enumerate(nbformat.read(notebook, as_version=4).cells, start=1)}
+    first = started[-1].source.partition("\n")[0]
+    return f"{notebook.name}, cell {numbers.get(started[-1].get('id'), 'of injected parameters')} (`{first}`)"
 
 
 def sentinel(executed: Path) -> dict[str, Any]:

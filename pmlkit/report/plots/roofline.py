@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from pmlkit.errors import PmlkitError
 from pmlkit.hardware import Gpu
 from pmlkit.report.figure import PALETTE, PIPELINE_MARKERS, PRECISION_COLOURS, ReportFigure, style
 from pmlkit.report.roofline import RESOURCES, ridge
@@ -16,8 +17,11 @@ def plot_roofline(frame: pd.DataFrame, gpu: Gpu, precisions: list[str]) -> Repor
 
     frame: a `roofline_moe` frame, all of one board. Memory bytes are a model, so those points are hollow. Cases that
     send nothing have no place on the link panel. Small grey ticks: the ceiling that imbalance leaves to a case.
+    Raises PmlkitError if no case has one of the precisions.
     """
     frame = frame[frame["precision"].isin(precisions)]
+    if frame.empty:
+        raise PmlkitError(f"precisions {precisions}: no case has one of them; use bf16, mxfp8 or nvfp4")
     with style():
         figure = ReportFigure(figsize=(10, 5))
         left, right = figure.subplots(1, 2, sharey=True)
