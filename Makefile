@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 .PHONY: report test lint lab clean
 
 report: $(READY)  ## run the live campaign, render every notebook, print the path of index.html
+	$(BIN)/python -m pmlkit report notebooks/10_run_campaign.ipynb
 	$(BIN)/python -m pmlkit report --all
 
 test: $(READY)  ## run the tests that need no GPU
