@@ -62,7 +62,7 @@ def test_a_run_loads_with_its_control() -> None:
     """The sample run knows its baseline, its candidates, its A/A pair and its margin."""
     data = load_run("sample")
     assert data.baseline == "pml"
-    assert data.candidates == ["pml-again", "reference"]
+    assert data.candidates == ["reference", "pml-again"]
     assert data.controls == [("pml", "pml-again")]
     assert data.margin == max(0.02, data.floor or 0)
     assert data.problems == []

@@ -44,8 +44,8 @@ class RunData:
     @property
     def controls(self) -> list[tuple[str, str]]:
         """Pairs of arms that ran one subject at one version: the A/A control."""
-        versions = {row["label"]: (row["subject"], row["version"]) for row in self.frame.to_dict("records")}
-        return [(self.baseline, arm) for arm in self.candidates if versions[arm] == versions.get(self.baseline)]
+        subjects = self._subjects()
+        return [(self.baseline, arm) for arm in self.candidates if subjects[arm] == subjects.get(self.baseline)]
 
     @property
     def floor(self) -> float | None:
@@ -64,8 +64,14 @@ class RunData:
 
     @property
     def candidates(self) -> list[str]:
-        """The arms to compare with the baseline, in order of appearance."""
-        return [label for label in dict.fromkeys(self.frame["label"]) if label != self.baseline]
+        """The arms to compare with the baseline; A/A controls come last."""
+        subjects = self._subjects()
+        arms = [arm for arm in subjects if arm != self.baseline]
+        return sorted(arms, key=lambda arm: subjects[arm] == subjects.get(self.baseline))
+
+    def _subjects(self) -> dict[str, tuple[str, str]]:
+        """Return subject and version of each arm, in order of appearance."""
+        return {row["label"]: (row["subject"], row["version"]) for row in self.frame.to_dict("records")}
 
 
 @dataclass(frozen=True)

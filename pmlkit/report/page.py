@@ -74,7 +74,8 @@ class Table:
                 kind = f"is-{cell.replace(' ', '-')}" if column in self.classes else "num" if number else "text"
                 tags.append(f'<td class="{html.escape(kind)}">{html.escape(cell)}</td>')
             body.append(f"<tr>{''.join(tags)}</tr>")
-        table = f'<table id="{self.key}"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+        rows = "".join(body) or f'<tr><td colspan="{len(numeric)}">none</td></tr>'
+        table = f'<table id="{self.key}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
         caption = html.escape(self.caption)
         if len(body) > self.fold:
             return f'<details class="table"><summary>{caption} ({len(body)} rows)</summary>{table}</details>'
