@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from pmlkit.errors import PmlkitError
 from pmlkit.paths import relative
 
 T = TypeVar("T")
@@ -76,16 +77,25 @@ def read_lines(path: Path, kind: type[T], schema: str) -> Lines[T]:
 
 
 def append_line(path: Path, record: Any) -> None:
-    """Append one record as one write of a whole line and flush it to the disk. Raises ValueError for NaN.
+    """Append one record as one write of a whole line and flush it to the disk.
 
-    A line torn by an earlier crash is closed first, so that it cannot swallow this one.
+    A line torn by an earlier crash is closed first, so that it cannot swallow this one. Raises ValueError for NaN, and
+    PmlkitError if the disk takes no whole line: then the file is as it was before.
     """
     text = json.dumps(msgspec.to_builtins(record), allow_nan=False, ensure_ascii=False)
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(fd).st_size
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-        os.write(fd, (("\n" if torn else "") + text + "\n").encode())
-        os.fsync(fd)
+        line = (("\n" if torn else "") + text + "\n").encode()
+        try:
+            whole = os.write(fd, line) == len(line)
+            os.fsync(fd)
+        except OSError as error:
+            os.ftruncate(fd, size)
+            raise PmlkitError(f"cannot write {relative(path)}: {error.strerror}; make room, then resume the run") from None
+        if not whole:
+            os.ftruncate(fd, size)
+            raise PmlkitError(f"cannot write {relative(path)}: no space for a whole line; make room, then resume the run")
     finally:
         os.close(fd)

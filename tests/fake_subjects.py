@@ -1,5 +1,6 @@
 """Subjects that misbehave on purpose, for the runner's tests. Each is a binder: (case, inputs) -> Bound."""
 
+import itertools
 import os
 import signal
 import sys
@@ -84,3 +85,10 @@ def raises(case: Case, inputs: LossInputs) -> Bound:
 
 def unsupported(case: Case, inputs: LossInputs) -> Bound:
     raise NotImplementedError("no such kernel")
+
+
+def clock_goes_backwards(case: Case, inputs: LossInputs) -> Bound:
+    real, calls = time.perf_counter_ns, itertools.count()
+    if not _tiny(case):
+        time.perf_counter_ns = lambda: real() - 1_000_000_000 * (next(calls) // 3)
+    return bind_reference(case, inputs)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from pmlkit.report.stats import false_discovery, geometric_mean, kendall_tau, noise_floor, ratio_of_times
+from pmlkit.stats import false_discovery, geometric_mean, kendall_tau, noise_floor, ratio_of_times
 
 
 def test_matches_welch_on_logarithms() -> None:

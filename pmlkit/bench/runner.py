@@ -1,7 +1,10 @@
 """Runs a campaign: a fresh process per case, arm and replicate; one record a process, written before the next starts."""
 
+import fcntl
 import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,34 +17,39 @@ from pmlkit.bench.worker import Outcome
 from pmlkit.campaign import Campaign, Job, expand
 from pmlkit.errors import PmlkitError
 from pmlkit.jsonl import append_line
-from pmlkit.record import Record, Run
+from pmlkit.record import Record, Run, read_run
 from pmlkit.registry import loss_work
 
 
-def run_campaign(campaign: Campaign, *, seed: int = 0, budget_s: float | None = None, note: str = "") -> Path:
-    """Run every job of the campaign and return the run folder.
+def run_campaign(
+    campaign: Campaign, *, seed: int = 0, budget_s: float | None = None, resume: Path | None = None, note: str = ""
+) -> Path:
+    """Run every job of the campaign that the run folder does not hold yet, and return the folder.
 
     budget_s: stop cleanly between two cases once this many seconds have passed; what was recorded stays.
-    Raises PmlkitError if the run folder cannot be made.
+    resume: an interrupted run of the same campaign; only its missing jobs run, in its own order.
+    Raises PmlkitError if the folder cannot be made or is in use, or if the run to resume is of another plan or machine.
     """
-    jobs = list(expand(campaign, seed))
-    run = start_run(campaign, seed, len(jobs), note)
-    folder = paths.runs() / run.run_id
-    progress = Progress(len(jobs), campaign.name)
-    deadline = time.monotonic() + budget_s if budget_s is not None else float("inf")
-    try:
-        for _, group in itertools.groupby(jobs, key=lambda job: (job.replicate, job.case.case_id)):
-            if time.monotonic() >= deadline:
-                break
-            for record in run_group(run, list(group)):
-                append_line(folder / "records.jsonl", record)
-                progress.update(record)
-    finally:
-        progress.close()
+    run = start_run(campaign, seed, note) if resume is None else resume_run(campaign, resume)
+    folder = resume or paths.runs() / run.run_id
+    with locked(folder):
+        done = {record.key for record in read_run(folder)[1].records}
+        jobs = [job for job in expand(campaign, run.seed) if job_key(job) not in done]
+        progress = Progress(len(jobs), campaign.name)
+        deadline = time.monotonic() + budget_s if budget_s is not None else float("inf")
+        try:
+            for _, group in itertools.groupby(jobs, key=lambda job: (job.replicate, job.case.case_id)):
+                if time.monotonic() >= deadline:
+                    break
+                for record in run_group(run, list(group)):
+                    append_line(folder / "records.jsonl", record)
+                    progress.update(record)
+        finally:
+            progress.close()
     return folder
 
 
-def start_run(campaign: Campaign, seed: int, planned: int, note: str = "") -> Run:
+def start_run(campaign: Campaign, seed: int, note: str = "") -> Run:
     """Make the run folder and write its head. The id carries time and (hashed) host, so folders merge by copying."""
     about = environment.describe()
     now = datetime.now(UTC)
@@ -51,7 +59,7 @@ def start_run(campaign: Campaign, seed: int, planned: int, note: str = "") -> Ru
         protocol=campaign.protocol.name,
         started_at=now.isoformat(timespec="seconds"),
         seed=seed,
-        planned=planned,
+        planned=sum(1 for _ in expand(campaign, seed)),
         command=f"python -m pmlkit run {campaign.name} --seed {seed}",
         environment=about,
         note=note,
@@ -67,25 +75,63 @@ def start_run(campaign: Campaign, seed: int, planned: int, note: str = "") -> Ru
     return run
 
 
-def run_group(run: Run, jobs: list[Job]) -> list[Record]:
+def resume_run(campaign: Campaign, folder: Path) -> Run:
+    """Return the head of a run to go on with. Raises PmlkitError if its plan, machine or packages are not today's.
+
+    Mixing two machines or two versions in one run would make its comparisons worthless.
+    """
+    run, _ = read_run(folder)
+    now = environment.describe()
+    planned = sum(1 for _ in expand(campaign, run.seed))
+    for what, then, today in (
+        ("campaign", run.campaign, campaign.name),
+        ("number of planned processes", run.planned, planned),
+        *((name, run.environment.get(name), now[name]) for name in ("host", "cpu", "gpus", "packages")),
+    ):
+        if then != today:
+            raise PmlkitError(f"cannot resume {run.run_id}: its {what} was {then}, now it is {today}; start a new run")
+    return run
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the run folder for this process. Raises PmlkitError if another runner writes to it.
+
+    The lock belongs to the open file, so it is gone with the process, however that ends.
+    """
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PmlkitError(
+                f"run {folder.name} is being written by another process: wait for it, or start a new run"
+            ) from None
+        yield
+
+
+def job_key(job: Job) -> tuple[str, str, str, str, int]:
+    """Return the key that the job's record will have."""
+    return (job.case.case_id, job.subject.name, job.subject.version, job.arm, job.replicate)
+
+
+def run_group(run: Run, jobs: list[Job]) -> Iterator[Record]:
     """Run the arms of one case in one round. All import at the same time, then they are measured one after another.
 
     Starting is most of a short case's cost, so it is shared between the cores; nothing else runs while one is measured.
     """
     workers: list[Worker] = []
-    records = []
     try:
-        workers = [Worker(job) for job in jobs]
+        for job in jobs:
+            workers.append(Worker(job))
         for worker in workers:
             worker.wait_ready()
         for worker in workers:
             started_at, begin = datetime.now(UTC), time.monotonic()
             outcome = worker.measure()
-            records.append(make_record(run, worker, outcome, started_at, time.monotonic() - begin))
+            yield make_record(run, worker, outcome, started_at, time.monotonic() - begin)
     finally:
         for worker in workers:
             worker.close()
-    return records
 
 
 def make_record(run: Run, worker: Worker, outcome: Outcome, started_at: datetime, wall_s: float) -> Record:

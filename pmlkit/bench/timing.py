@@ -37,18 +37,19 @@ def warm_up(bound: Bound, protocol: Protocol) -> Timer:
     `inner` is the smallest of 1, 2, 5, 10, ... that makes a block of pairs last `block_s` at the fastest pace seen.
     """
     started = time.perf_counter_ns()
-    fastest, count = float("inf"), 0
-    while count < protocol.warmup or time.perf_counter_ns() - started < protocol.warmup_s * 1e9:
+    fastest, count, elapsed = float("inf"), 0, 0
+    while count < protocol.warmup or 0 <= elapsed < protocol.warmup_s * 1e9:  # a clock may go backwards
         begin = time.perf_counter_ns()
         pair(bound)
         fastest = min(fastest, time.perf_counter_ns() - begin)
+        elapsed = time.perf_counter_ns() - started
         count += 1
-    inner = next((n for n in _LADDER if n * fastest >= protocol.block_s * 1e9), _LADDER[-1])
+    inner = next((n for n in _LADDER if n * fastest >= protocol.block_s * 1e9), _LADDER[-1]) if fastest > 0 else 1
     return Timer(
         method="wall",
         cache="as-in-loop",
         warmup=count,
-        warmup_s=(time.perf_counter_ns() - started) / 1e9,
+        warmup_s=elapsed / 1e9,
         inner=inner,
         resolution_ns=resolution_ns(),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from pmlkit.errors import PmlkitError, nearest
-from pmlkit.report.stats import (
+from pmlkit.stats import (
     FALSE_DISCOVERY,
     LEAST_MARGIN,
     Ratio,

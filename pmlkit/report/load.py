@@ -16,7 +16,7 @@ from pmlkit.release import PublishedRecord, published_file, read_published
 from pmlkit.report.compare import compare, floor_of
 from pmlkit.report.frames import cells_measured, frame_moe, frame_published_losses, frame_records, machine_name
 from pmlkit.report.page import Html, note_data
-from pmlkit.report.stats import LEAST_MARGIN
+from pmlkit.stats import LEAST_MARGIN
 
 
 @dataclass(frozen=True)

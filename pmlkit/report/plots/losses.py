@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from pmlkit.report.compare import KEYS, count_sentence
 from pmlkit.report.figure import PALETTE, VERDICT_COLOURS, ReportFigure, style
 from pmlkit.report.frames import case_name
-from pmlkit.report.stats import geometric_mean
+from pmlkit.stats import geometric_mean
 
 
 class Quantity(NamedTuple):

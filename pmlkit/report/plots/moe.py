@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from pmlkit.report.figure import PALETTE, PIPELINE_MARKERS, PRECISION_COLOURS, ReportFigure, style
-from pmlkit.report.stats import kendall_tau
+from pmlkit.stats import kendall_tau
 
 _LINE = {"standard": "-", "staged": "--", "mega": "-"}
 

@@ -1,0 +1,176 @@
+"""What a run survives: killed runners and workers, two runners at once, a full disk, a changed machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pmlkit import paths
+from pmlkit.bench import runner
+from pmlkit.campaign import Campaign, Protocol, loss_case
+from pmlkit.errors import PmlkitError
+from pmlkit.record import Record, read_run
+from pmlkit.registry import SUBJECTS, subject
+
+PLAN = Campaign(
+    name="durable",
+    question="?",
+    cases=tuple(loss_case(op, 16, "fp32") for op in ("contrastive", "ntxent")),
+    arms={"a": "reference", "b": "reference"},
+    baseline="a",
+    replicates=2,
+    protocol=Protocol(name="test", blocks=2, block_s=0.001, warmup=1, warmup_s=0.0, timeout_s=60),
+)
+SCRIPT = """
+import sys
+from pathlib import Path
+from pmlkit import paths
+from pmlkit.bench import runner
+from tests.test_durability import PLAN
+paths.runs = lambda: Path(sys.argv[1])
+runner.run_campaign(PLAN)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "runs", lambda: tmp_path / "runs")
+
+
+def records(folder: Path) -> list[Record]:
+    return read_run(folder)[1].records
+
+
+def start_and_kill(tmp_path: Path, after: int) -> Path:
+    """Start a runner in its own process, kill it with signal 9 once it has recorded `after` processes."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "runs")], cwd=paths.root(), stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        files = list((tmp_path / "runs").glob("*/records.jsonl"))
+        if files and len(files[0].read_text().splitlines()) >= after:
+            break
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (folder,) = (tmp_path / "runs").iterdir()
+    return folder
+
+
+def test_a_killed_runner_loses_only_the_case_in_flight(tmp_path: Path) -> None:
+    """After kill -9 every whole line is there; resuming runs exactly the missing jobs and no other."""
+    folder = start_and_kill(tmp_path, after=3)
+    before = records(folder)
+    assert 3 <= len(before) < 8
+    assert runner.run_campaign(PLAN, resume=folder) == folder
+    after = records(folder)
+    assert after[: len(before)] == before
+    assert len(after) == len({record.key for record in after}) == 8
+    assert {record.status for record in after} == {"ok"}
+
+
+def test_resuming_a_complete_run_does_nothing(tmp_path: Path) -> None:
+    """A finished run has nothing missing; its file is not touched."""
+    folder = runner.run_campaign(PLAN)
+    content = (folder / "records.jsonl").read_bytes()
+    runner.run_campaign(PLAN, resume=folder)
+    assert (folder / "records.jsonl").read_bytes() == content
+
+
+def test_a_torn_line_is_run_again(tmp_path: Path) -> None:
+    """A record cut by a crash counts as missing; the good ones stay."""
+    folder = runner.run_campaign(PLAN)
+    path = folder / "records.jsonl"
+    path.write_bytes(path.read_bytes()[:-40])
+    runner.run_campaign(PLAN, resume=folder)
+    _, lines = read_run(folder)
+    assert len(lines.records) == 8
+    assert [problem.line for problem in lines.problems] == [8]
+
+
+def test_two_runners_on_one_folder_are_refused(tmp_path: Path) -> None:
+    """While one runner holds the folder another gets a clear error; afterwards it may go on."""
+    folder = runner.run_campaign(PLAN, budget_s=0.0)
+    with runner.locked(folder), pytest.raises(PmlkitError, match="being written by another process"):
+        runner.run_campaign(PLAN, resume=folder)
+    with runner.locked(folder):
+        pass
+
+
+def test_a_full_disk_is_a_clear_stop(tmp_path: Path) -> None:
+    """When no whole line fits, the runner stops with the remedy; the file ends with the last whole line and resumes."""
+    script = SCRIPT.replace("runner.run_campaign(PLAN)", "").strip() + (
+        "\nimport resource, signal\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))\n"
+        "runner.run_campaign(PLAN)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "runs")], cwd=paths.root(), capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "make room, then resume" in done.stderr.splitlines()[-1]
+    (folder,) = (tmp_path / "runs").iterdir()
+    _, lines = read_run(folder)
+    assert lines.problems == []
+    assert 0 < len(lines.records) < 8
+    runner.run_campaign(PLAN, resume=folder)
+    assert len(records(folder)) == 8
+
+
+def test_an_interrupt_keeps_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between two cases leaves whole records and no worker behind."""
+    made: list[Record] = []
+
+    def interrupt(self, record: Record) -> None:
+        made.append(record)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner.Progress, "update", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_campaign(PLAN)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert records(folder) == made
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: msgspec.structs.replace(plan, name="other"), "its campaign was durable, now it is other"),
+        (lambda plan: msgspec.structs.replace(plan, replicates=3), "number of planned processes was 8, now it is 12"),
+    ],
+)
+def test_another_plan_cannot_resume(change, message: str) -> None:
+    """A run goes on only with the campaign it was started with."""
+    folder = runner.run_campaign(PLAN, budget_s=0.0)
+    with pytest.raises(PmlkitError, match=message):
+        runner.run_campaign(change(PLAN), resume=folder)
+
+
+def test_another_machine_cannot_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run never mixes two machines or two sets of packages."""
+    folder = runner.run_campaign(PLAN, budget_s=0.0)
+    real = runner.environment.describe()
+    monkeypatch.setattr(runner.environment, "describe", lambda: real | {"packages": {"torch": "9.9"}})
+    with pytest.raises(PmlkitError, match="its packages was"):
+        runner.run_campaign(PLAN, resume=folder)
+
+
+def test_a_clock_that_goes_backwards_is_a_timer_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative time is recorded as it came, with its own status, and is never ranked."""
+    name = "clock_goes_backwards"
+    fake = msgspec.structs.replace(subject("reference"), key=name, name=name, bind=f"tests.fake_subjects:{name}")
+    monkeypatch.setitem(SUBJECTS, name, fake)
+    plan = msgspec.structs.replace(PLAN, cases=PLAN.cases[:1], arms={"a": name}, replicates=1)
+    (record,) = records(runner.run_campaign(plan))
+    assert record.status == "timer_error"
+    assert record.samples_ns is not None
+    assert min(ranks[0] for ranks in record.samples_ns["pair"]) < 0
