@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 
@@ -13,16 +14,19 @@ from pmlkit.registry import LOSSES, Subject, subject
 class Protocol(msgspec.Struct, frozen=True, kw_only=True):
     """How one process times one case.
 
-    blocks: samples per phase. block_s: least length of a sample, in seconds; it sets the inner iterations.
-    warmup, warmup_s: at least this many pairs and this many seconds before anything is kept.
-    threads: CPU threads of the worker (CPU lane). timeout_s: after this the worker is killed.
+    device: `cpu` (wall clock) or `cuda` (events, graph replay). blocks: samples per phase. inner: iterations of a
+    sample, or None: as many as last `block_s` seconds. warmup, warmup_s: at least this many pairs and this many seconds
+    before anything is kept. threads: CPU threads of the worker. timeout_s: after this the worker is killed.
     """
 
     name: str
     blocks: int
-    block_s: float
     warmup: int
     warmup_s: float
+    device: Literal["cpu", "cuda"] = "cpu"
+    inner: int | None = None
+    block_s: float = 0.03
+    cache: Literal["as-in-loop", "hot", "cold", "rotating"] = "as-in-loop"
     threads: int = 1
     timeout_s: float = 120.0
 
@@ -81,8 +85,25 @@ _CPU_CASES = (
     *(loss_case(op, 128, "fp32") for op in LOSSES),
     *(loss_case(op, 512, precision) for precision in ("fp32", "bf16") for op in LOSSES if op != "ntxent"),
 )
+# The published page's 20: three sizes in fp32, two in bf16, where 2.9.0 cannot compute distances of 25 rows or fewer.
+_PAGE_CASES = tuple(
+    loss_case(op, rows, precision)
+    for op in LOSSES
+    for precision, sizes in (("fp32", (128, 512, 2048)), ("bf16", (512, 2048)))
+    for rows in sizes
+)
 _CPU_ARMS = {"pml": "pml-2.9.0", "pml-again": "pml-2.9.0", "reference": "reference"}
-_CPU_PROTOCOL = Protocol(name="pmlkit-cpu", blocks=3, block_s=0.03, warmup=3, warmup_s=0.05)
+
+PROTOCOLS = {
+    protocol.name: protocol
+    for protocol in (
+        Protocol(name="pmlkit-cpu", blocks=3, warmup=3, warmup_s=0.05),
+        # As the published page: 3 processes, each 3 blocks of 100 pairs.
+        Protocol(name="pml-page", device="cuda", blocks=3, inner=100, warmup=20, warmup_s=1.0),
+        Protocol(name="pmlkit", device="cuda", blocks=5, warmup=20, warmup_s=0.5),
+    )
+}
+_CPU_PROTOCOL = PROTOCOLS["pmlkit-cpu"]
 
 CAMPAIGNS = {
     campaign.name: campaign
@@ -104,6 +125,21 @@ CAMPAIGNS = {
             baseline="pml",
             replicates=3,
             protocol=msgspec.structs.replace(_CPU_PROTOCOL, warmup=1, timeout_s=600.0),
+        ),
+        Campaign(
+            name="losses-page",
+            question="The page's 20 configurations on one GPU: 2.9.0 against the dense form, eager, compiled and as a graph.",
+            cases=_PAGE_CASES,
+            arms={
+                "pml": "pml-2.9.0",
+                "pml-again": "pml-2.9.0",
+                "dense": "dense",
+                "compiled": "dense-compiled",
+                "graph": "dense-graph",
+            },
+            baseline="pml",
+            replicates=5,
+            protocol=PROTOCOLS["pmlkit"],
         ),
     )
 }

@@ -27,7 +27,8 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Something that computes an op. The version is a field, never part of the name.
 
     bind: dotted path `module:function` called with (case, inputs) in the worker.
-    package: distribution whose installed version must equal `version`, or None for pmlkit's own code.
+    package: distribution whose installed version must equal `version`, or None for pmlkit's own code. imports: modules
+    that its binder needs, imported before the measurement begins.
     interpreter, path: another Python, or a folder put first on its module path, for another release of the package.
     """
 
@@ -38,6 +39,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ops: tuple[str, ...]
     precisions: tuple[str, ...]
     package: str | None = None
+    imports: tuple[str, ...] = ()
     interpreter: str | None = None
     path: str | None = None
     math: Math = "plain"
@@ -83,6 +85,7 @@ SUBJECTS = {
             ops=LOSSES,
             precisions=("fp64", "fp32", "bf16", "fp16"),
             package="pytorch-metric-learning",
+            imports=("pytorch_metric_learning.losses", "pytorch_metric_learning.miners"),
         ),
         Subject(
             key="reference",
@@ -91,6 +94,32 @@ SUBJECTS = {
             bind="pmlkit.losses.bind:bind_reference",
             ops=LOSSES,
             precisions=("fp64", "fp32", "bf16", "fp16"),
+        ),
+        Subject(
+            key="dense",
+            name="dense-form",
+            version=__version__,
+            bind="pmlkit.losses.dense:bind_dense",
+            ops=LOSSES,
+            precisions=("fp32", "bf16"),
+        ),
+        Subject(
+            key="dense-compiled",
+            name="dense-form-compiled",
+            version=__version__,
+            bind="pmlkit.losses.dense:bind_compiled",
+            ops=LOSSES,
+            precisions=("fp32", "bf16"),
+            imports=("torch._inductor.compile_fx",),
+        ),
+        Subject(
+            key="dense-graph",
+            name="dense-form-graph",
+            version=__version__,
+            bind="pmlkit.losses.dense:bind_graph",
+            ops=LOSSES,
+            precisions=("fp32", "bf16"),
+            imports=("torch._inductor.compile_fx",),
         ),
     )
 }

@@ -12,11 +12,6 @@ from pmlkit.case import Case
 from pmlkit.losses.bind import Bound, LossInputs, bind_reference
 
 
-def _tiny(case: Case) -> bool:
-    """Whether this is the binding that only imports; faults wait for the real one."""
-    return case.shape["N"] == 8
-
-
 def fine(case: Case, inputs: LossInputs) -> Bound:
     print("a subject may print")
     return bind_reference(case, inputs)
@@ -33,49 +28,42 @@ def not_finite(case: Case, inputs: LossInputs) -> Bound:
 
 
 def hangs(case: Case, inputs: LossInputs) -> Bound:
-    if not _tiny(case):
-        time.sleep(600)
+    time.sleep(600)
     return bind_reference(case, inputs)
 
 
 def killed(case: Case, inputs: LossInputs) -> Bound:
-    if not _tiny(case):
-        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
     return bind_reference(case, inputs)
 
 
 def aborts(case: Case, inputs: LossInputs) -> Bound:
-    if not _tiny(case):
-        os.abort()
+    os.abort()
     return bind_reference(case, inputs)
 
 
 def silent(case: Case, inputs: LossInputs) -> Bound:
-    if not _tiny(case):
-        os._exit(0)
+    os._exit(0)
     return bind_reference(case, inputs)
 
 
 def garbage(case: Case, inputs: LossInputs) -> Bound:
-    if not _tiny(case):
-        for fd in range(3, 64):  # the worker's answer is one of these
-            try:
-                os.write(fd, b"all is well\n")
-            except OSError:
-                continue
-        sys.stdout.flush()
+    for fd in range(3, 64):  # the worker's answer is one of these
+        try:
+            os.write(fd, b"all is well\n")
+        except OSError:
+            continue
+    sys.stdout.flush()
     return bind_reference(case, inputs)
 
 
 def out_of_memory(case: Case, inputs: LossInputs) -> Bound:
-    if not _tiny(case):
-        torch.empty(1 << 60)
+    torch.empty(1 << 60)
     return bind_reference(case, inputs)
 
 
 def device_out_of_memory(case: Case, inputs: LossInputs) -> Bound:
-    if not _tiny(case):
-        raise torch.OutOfMemoryError("tried to allocate 407.00 GiB")
+    raise torch.OutOfMemoryError("tried to allocate 407.00 GiB")
     return bind_reference(case, inputs)
 
 
@@ -89,6 +77,5 @@ def unsupported(case: Case, inputs: LossInputs) -> Bound:
 
 def clock_goes_backwards(case: Case, inputs: LossInputs) -> Bound:
     real, calls = time.perf_counter_ns, itertools.count()
-    if not _tiny(case):
-        time.perf_counter_ns = lambda: real() - 1_000_000_000 * (next(calls) // 3)
+    time.perf_counter_ns = lambda: real() - 1_000_000_000 * (next(calls) // 3)
     return bind_reference(case, inputs)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from pmlkit.bench.check import check_answer, mining_gap
+from pmlkit.bench.clocks import WallClock
 from pmlkit.bench.memory import profile_memory
-from pmlkit.bench.timing import pair, time_phases, warm_up
+from pmlkit.bench.timing import time_phases, warm_up
 from pmlkit.bench.worker import Outcome, judge_timer
 from pmlkit.campaign import Protocol, loss_case
 from pmlkit.losses.bind import Bound, bind_reference, make_inputs
@@ -37,7 +38,7 @@ def sleeper() -> Bound:
 
 def test_known_durations_are_found() -> None:
     """A pair of 5 + 10 ms is timed as such, each phase on its own; a sleep only overshoots, so the fastest block decides."""
-    samples = time_phases(sleeper(), inner=4, blocks=3)
+    samples = time_phases(sleeper(), 4, 3, WallClock())
     for phase, expected in (("forward", 5), ("backward", 10), ("pair", 15)):
         fastest = min(ranks[0] for ranks in samples[phase]) / 4 / 1e6
         assert expected <= fastest < 1.3 * expected, (phase, fastest)
@@ -45,13 +46,13 @@ def test_known_durations_are_found() -> None:
 
 def test_inner_iterations_do_not_change_the_time_of_one() -> None:
     """Ten times the iterations take ten times as long."""
-    one, ten = (min(r[0] for r in time_phases(sleeper(), inner=n, blocks=2)["pair"]) / n for n in (1, 10))
+    one, ten = (min(r[0] for r in time_phases(sleeper(), n, 2, WallClock())["pair"]) / n for n in (1, 10))
     assert ten == pytest.approx(one, rel=0.2)
 
 
 def test_warm_up_reaches_count_and_seconds_and_sizes_the_block() -> None:
     """Warm-up runs at least the asked count and time; 15 ms pairs need two iterations for a 20 ms block."""
-    timer = warm_up(sleeper(), PROTOCOL)
+    timer = warm_up(sleeper(), PROTOCOL, WallClock())
     assert timer.warmup >= PROTOCOL.warmup
     assert timer.warmup_s >= PROTOCOL.warmup_s
     assert timer.inner == 2
@@ -62,9 +63,9 @@ def test_a_pair_starts_from_cleared_gradients() -> None:
     """Two pairs leave the gradient of one, not of two."""
     inputs = make_inputs(loss_case("contrastive", 16, "fp32"))
     bound = bind_reference(loss_case("contrastive", 16, "fp32"), inputs)
-    pair(bound)
+    bound.pair()
     first = inputs.emb_ND.grad
-    pair(bound)
+    bound.pair()
     assert first is not None
     assert torch.equal(first, inputs.emb_ND.grad)  # type: ignore[arg-type]
 

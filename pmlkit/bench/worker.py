@@ -7,6 +7,7 @@ standard error, so that it cannot mix with the answer.
 
 import os
 import sys
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -65,25 +66,28 @@ def prepare(job: Job) -> Any:
         raise Unsupported(f"{subject.name} has no {job.case.precision} path")
     import torch
 
-    from pmlkit.losses.bind import make_inputs
-
     torch.set_num_threads(job.protocol.threads)
-    bind = resolve(subject.bind)
-    small = msgspec.structs.replace(job.case, shape=job.case.shape | {"N": 8})
-    bind(small, make_inputs(small))  # imports the package behind the subject
-    return bind
+    if job.protocol.device == "cuda":
+        torch.zeros(1, device="cuda")  # the context takes a second
+    for module in subject.imports:
+        import_module(module)
+    return resolve(subject.bind)
 
 
 def run(job: Job, bind: Any) -> Outcome:
     """Check, then time, then profile. Every failure becomes an outcome with a typed status."""
     from pmlkit.bench.check import check_answer
-    from pmlkit.bench.memory import profile_memory
+    from pmlkit.bench.clocks import clock_for
+    from pmlkit.bench.device import Monitor
+    from pmlkit.bench.memory import peak_memory
     from pmlkit.bench.timing import time_phases, warm_up
     from pmlkit.losses.bind import make_inputs
 
     outcome = Outcome(status="ok")
+    device = job.protocol.device
     try:
-        inputs = make_inputs(job.case)
+        clock, monitor = clock_for(device), Monitor(device)
+        inputs = make_inputs(job.case, device)
         bound = bind(job.case, inputs)
         outcome.check = check_answer(job.case, inputs, bound)
         if not outcome.check.passed:
@@ -91,11 +95,13 @@ def run(job: Job, bind: Any) -> Outcome:
             size = "is not finite" if error is None else f"differs by {error:.2e}, limit {limit:.0e}"
             outcome.status, outcome.reason = "wrong_result", f"the answer {size} ({outcome.check.reference})"
             return outcome
-        load = [os.getloadavg()[0]]
-        outcome.timer = warm_up(bound, job.protocol)
-        outcome.samples_ns = time_phases(bound, outcome.timer.inner, job.protocol.blocks)
-        outcome.conditions = [Conditions(load_1m=[*load, os.getloadavg()[0]])]
-        outcome.memory = [profile_memory(bound)]
+        outcome.timer = warm_up(bound, job.protocol, clock)
+        monitor.read()
+        outcome.samples_ns = time_phases(bound, outcome.timer.inner, job.protocol.blocks, clock)
+        monitor.read()
+        outcome.conditions = [monitor.conditions]
+        outcome.flags = monitor.flags()
+        outcome.memory = [peak_memory(bound, device)]
         judge_timer(outcome)
         return outcome
     except Exception as error:

@@ -40,11 +40,29 @@ class Bound:
 
     forward: one call is one forward pass and returns the scalar loss. leaves: what gets gradients, rows then proxies.
     mined: anchors, positives and negatives that the subject itself picks; None for a loss without mining.
+    replay: runs the whole captured pair; then `forward` only returns its loss, and the phases cannot be run apart.
     """
 
     forward: Callable[[], Tensor]
     leaves: tuple[Tensor, ...]
     mined: Callable[[], Triplets] | None = None
+    replay: Callable[[], object] | None = None
+
+    def clear(self) -> None:
+        """Drop the gradients, as an optimizer's `zero_grad(set_to_none=True)` does; a replay rewrites them in place."""
+        if self.replay is None:
+            for leaf in self.leaves:
+                leaf.grad = None
+
+    def pair(self) -> Tensor:
+        """Run one forward and backward pair from cleared gradients; return its loss."""
+        self.clear()
+        if self.replay is not None:
+            self.replay()
+            return self.forward()
+        loss = self.forward()
+        loss.backward()
+        return loss
 
 
 def make_inputs(case: Case, device: str = "cpu") -> LossInputs:
