@@ -1,6 +1,7 @@
 """The command line. The notebooks call the same functions."""
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,9 @@ def main(arguments: list[str] | None = None) -> int:
     except PmlkitError as error:
         print(f"pmlkit: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough
+        return 0
     except KeyboardInterrupt:
         print("pmlkit: stopped; what was recorded stays", file=sys.stderr)
         return 130
@@ -99,9 +103,12 @@ def _seconds(text: str | None) -> float | None:
         return None
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
     try:
-        return float(text[:-1]) * unit if unit else float(text)
+        seconds = float(text[:-1]) * unit if unit else float(text)
     except ValueError:
-        raise PmlkitError(f"--budget {text!r} is not a duration: write 90s, 20m or 1h") from None
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise PmlkitError(f"--budget {text!r} is not a duration: write 90s, 20m or 1h")
+    return seconds
 
 
 def _print(title: str, head: list[str], rows: list[list[str]]) -> None:

@@ -22,14 +22,14 @@ def describe() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:12],
+        "host": _digest(platform.node().encode()),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _memory_bytes(),
         "load_1m": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "packages": {name: version for name in PACKAGES if (version := installed(name))},
         "freeze": _freeze_hash(),
-        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "variables": {name: _public(os.environ[name]) for name in VARIABLES if name in os.environ},
         "git": _git(),
         "gpus": _gpus(),
     }
@@ -45,7 +45,7 @@ def installed(package: str) -> str | None:
 
 def _freeze_hash() -> str:
     frozen = sorted(f"{d.metadata['Name']}=={d.version}" for d in metadata.distributions())
-    return hashlib.sha256("\n".join(frozen).encode()).hexdigest()[:12]
+    return _digest("\n".join(frozen).encode())
 
 
 def _cpu_model() -> str:
@@ -63,19 +63,28 @@ def _memory_bytes() -> int | None:
         return None
 
 
+def _public(value: str) -> str:
+    """Return a variable's value, hashed if it may name a device or a folder."""
+    return _digest(value.encode()) if "GPU-" in value or "MIG-" in value or "/" in value else value
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
 def _git() -> dict[str, Any] | None:
-    """Return commit, dirty flag and a hash of the uncommitted difference, or None outside a repository."""
+    """Return commit, dirty flag and a hash of what is not committed, new files included, or None outside a repository."""
 
     def git(*words: str) -> bytes:
         return subprocess.run(["git", *words], cwd=root(), capture_output=True, check=True).stdout
 
     try:
         commit = git("rev-parse", "HEAD").decode().strip()
-        difference = git("diff", "HEAD")
+        new = git("ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
+        content = git("diff", "HEAD") + b"".join((root() / name).read_bytes() for name in new if name)
     except (OSError, subprocess.CalledProcessError):
         return None
-    dirty = bool(difference)
-    return {"commit": commit, "dirty": dirty, "diff": hashlib.sha256(difference).hexdigest()[:12] if dirty else None}
+    return {"commit": commit, "dirty": bool(content), "diff": _digest(content) if content else None}
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -92,7 +101,7 @@ def _gpus() -> list[dict[str, Any]]:
         return [
             {
                 "name": nvml.nvmlDeviceGetName(handle),
-                "uuid": hashlib.sha256(nvml.nvmlDeviceGetUUID(handle).encode()).hexdigest()[:12],
+                "uuid": _digest(nvml.nvmlDeviceGetUUID(handle).encode()),
                 "memory_bytes": nvml.nvmlDeviceGetMemoryInfo(handle).total,
                 "power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
                 "driver": driver,

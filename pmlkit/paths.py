@@ -1,5 +1,6 @@
 """Where things are. Every path of the project is spelled here and nowhere else."""
 
+import json
 import os
 from pathlib import Path
 
@@ -51,12 +52,20 @@ def find_run(name: str) -> Path:
         live = [n for n in found if n != "sample" and not n.startswith("h200/")]
         if not live and "sample" not in found:
             raise PmlkitError(f"no run in {relative(runs())}: start one with `python -m pmlkit run losses-cpu`")
-        return found[max(live)] if live else found["sample"]
+        return max((found[n] for n in live), key=started) if live else found["sample"]
     if name in found:
         return found[name]
     if (Path(name) / "run.json").is_file():
         return Path(name)
     raise PmlkitError(f"unknown run {name!r} in {relative(data())}: {nearest(name, [*found, 'latest'])}")
+
+
+def started(folder: Path) -> str:
+    """Return when a run began, as its head says; an unreadable head counts as the oldest."""
+    try:
+        return str(json.loads((folder / "run.json").read_text())["started_at"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def relative(path: Path) -> str:

@@ -168,12 +168,17 @@ class Record(Strict, kw_only=True):
 
 
 class Run(Strict, kw_only=True):
-    """The head of a run folder (`run.json`): what was planned, and where it ran."""
+    """The head of a run folder (`run.json`): what was planned, and where it ran.
+
+    device: `cpu` or `cuda`, what was measured. baseline: the arm that the others are compared with.
+    """
 
     schema: str = SCHEMA
     run_id: str
     campaign: str
     protocol: str
+    device: Literal["cpu", "cuda"]
+    baseline: str
     started_at: str
     seed: int
     planned: int

@@ -100,6 +100,8 @@ def run() -> Run:
         run_id=RUN_ID,
         campaign="sample",
         protocol="sample",
+        device="cpu",
+        baseline="pml",
         started_at="2026-01-01T00:00:00+00:00",
         seed=0,
         planned=len(records()),

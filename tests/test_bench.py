@@ -132,7 +132,7 @@ def test_missing_gradient_fails() -> None:
 
 
 def test_mining_gap() -> None:
-    """The hardest triplets have gap 0, an easier negative a positive one, a positive of another label is refused."""
+    """The hardest triplets have gap 0, an easier negative a positive one; a wrong label or a missing anchor is refused."""
     case = loss_case("batch_hard_triplet", 32, "fp32")
     inputs = make_inputs(case)
     mined = bind_reference(case, inputs).mined
@@ -142,3 +142,5 @@ def test_mining_gap() -> None:
     others = torch.tensor([int((inputs.labels_N != inputs.labels_N[i]).nonzero()[0]) for i in a])
     assert mining_gap(inputs, (a, p, others)) > 1e-3
     assert mining_gap(inputs, (a, n, p)) == float("inf")
+    assert mining_gap(inputs, (a[1:], p[1:], n[1:])) == float("inf")
+    assert mining_gap(inputs, (a[:0], p[:0], n[:0])) == float("inf")

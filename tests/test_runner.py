@@ -1,5 +1,6 @@
 """The runner against subjects that fail in every way, and against the real ones."""
 
+import platform
 from pathlib import Path
 
 import msgspec
@@ -126,8 +127,26 @@ def test_a_real_campaign_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (pml.check.plain_rms_rel or 0) > pml.check.limit > (pml.check.rms_rel or 1)
 
 
-def test_paths_of_this_machine_are_scrubbed() -> None:
-    """What enters a record names no folder of this machine."""
-    text = scrub(f"error in {paths.root()}/x.py, home {Path.home()}/y")
+def test_a_worker_that_cannot_start_or_dies_early_costs_only_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing interpreter is an error record, a death before the measurement a crash; the neighbour still runs."""
+    subjects = {
+        "nowhere": fake("fine", key="nowhere", interpreter="/no/such/python"),
+        "early": fake("fine", key="early", imports=("tests.fake_import_that_dies",)),
+        "fine": fake("fine"),
+    }
+    found = {record.arm: record for record in run_arms(subjects, monkeypatch)}
+    assert {arm: record.status for arm, record in found.items()} == {"nowhere": "error", "early": "crashed", "fine": "ok"}
+    assert "cannot start" in (found["nowhere"].reason or "")
+    assert "signal 6" in (found["early"].reason or "")
+
+
+def test_what_names_this_machine_is_scrubbed() -> None:
+    """What enters a record names no folder, user or host: known places by name, all others by their last part."""
+    places = f"{paths.root()}/x.py, home {Path.home()}/y, /scratch/alice/lib/site-packages/pkg/z.py"
+    text = scrub(f"error in {places} on {platform.node()}")
     assert str(paths.root()) not in text
+    assert "alice" not in text
     assert "<project>/x.py" in text
+    assert "<elsewhere>/z.py" in text
+    assert len(platform.node()) <= 3 or platform.node() not in text
+    assert scrub("3/4 of https://example.org/a/b and a/b stay") == "3/4 of https://example.org/a/b and a/b stay"

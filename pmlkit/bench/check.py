@@ -38,13 +38,17 @@ def check_answer(case: Case, inputs: LossInputs, bound: Bound) -> Check:
 
 
 def mining_gap(inputs: LossInputs, triplets: tuple[Tensor, Tensor, Tensor]) -> float:
-    """Return how far the mined distances are from the hardest ones, relative to them, in float64; inf for a wrong label."""
+    """Return how far the mined distances are from the hardest ones, relative to them, in float64.
+
+    inf if a triplet has a wrong label, or if an anchor that has a positive and a negative is missing or repeated.
+    """
     rows = torch.nn.functional.normalize(inputs.emb_ND.detach().double())
     distance = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
     same = inputs.labels_N[:, None] == inputs.labels_N[None, :]
     others = ~torch.eye(len(rows), dtype=torch.bool, device=rows.device)
     a, p, n = triplets
-    if not bool((same & others)[a, p].all() and (~same)[a, n].all()):
+    minable = ((same & others).any(1) & (~same).any(1)).nonzero()[:, 0]
+    if not torch.equal(a.sort().values, minable) or not bool((same & others)[a, p].all() and (~same)[a, n].all()):
         return math.inf
     hardest_p = distance.masked_fill(~(same & others), -math.inf).amax(1)[a]
     hardest_n = distance.masked_fill(same, math.inf).amin(1)[a]

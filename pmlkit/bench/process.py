@@ -1,12 +1,15 @@
 """A worker process seen from the runner: start, wait for a line, end, and say how it died."""
 
 import os
+import platform
+import re
 import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -16,6 +19,7 @@ from pmlkit.campaign import Job
 from pmlkit.paths import root
 
 _TAIL = 2000
+_ABSOLUTE = re.compile(r"(?<![\w<>./:-])/(?:[\w.@+-]+/)+[\w.@+-]+")
 
 
 class Worker:
@@ -30,41 +34,44 @@ class Worker:
             "MKL_NUM_THREADS": threads,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(root()), os.environ.get("PYTHONPATH")])),
         }
-        self.process = subprocess.Popen(
-            [job.subject.interpreter or sys.executable, "-m", "pmlkit.bench.worker"],
+        self.problem: Outcome | None = None
+        self._buffer = b""
+        self.deadline = time.monotonic() + job.protocol.timeout_s
+        try:
+            self.process = self._start(environment)
+            self._send(msgspec.json.encode(job))
+        except OSError as error:
+            self.problem = Outcome(status="error", reason=f"cannot start {job.subject.interpreter}: {error.strerror}")
+
+    def _start(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [self.job.subject.interpreter or sys.executable, "-m", "pmlkit.bench.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
             env=environment,
             start_new_session=True,
         )
-        self.deadline = time.monotonic() + job.protocol.timeout_s
-        self.ready = False
-        self._buffer = b""
-        self._send(msgspec.json.encode(job))
 
     def wait_ready(self) -> None:
-        """Wait until the worker has imported everything, has died, or its time has run out."""
-        self.ready = self._line() == b'"ready"'
+        """Wait until the worker has imported everything; one that dies or is late will not compete with its neighbours."""
+        if self.problem is None and self._line() != b'"ready"':
+            self.problem = self._verdict()
 
     def measure(self) -> Outcome:
         """Let the worker measure; return its outcome, or the typed status of its death."""
-        if self.ready:
-            self.deadline = time.monotonic() + self.job.protocol.timeout_s
-            self._send(b"go")
-        line = self._line() if self.ready else None
-        late = line is None and time.monotonic() >= self.deadline
-        hung = not self.end()
-        if line is not None:
-            try:
-                return msgspec.json.decode(line, type=Outcome)
-            except msgspec.DecodeError as error:
-                return Outcome(status="crashed", reason=f"the worker's answer is not an outcome: {error}")
-        if late:
-            return Outcome(status="timeout", reason=f"no answer within {self.job.protocol.timeout_s:g} s")
-        if hung:
-            return Outcome(status="crashed", reason="the worker broke the protocol and had to be ended")
-        return self._death()
+        if self.problem is not None:
+            return self.problem
+        self.deadline = time.monotonic() + self.job.protocol.timeout_s
+        self._send(b"go")
+        line = self._line()
+        if line is None:
+            return self._verdict()
+        self.end()
+        try:
+            return msgspec.json.decode(line, type=Outcome)
+        except msgspec.DecodeError as error:
+            return Outcome(status="crashed", reason=f"the worker's answer is not an outcome: {error}")
 
     def end(self) -> bool:
         """Wait briefly for a voluntary exit; True if it came, else end the worker and all that it started."""
@@ -82,11 +89,13 @@ class Worker:
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
-                stream.close()
+                with suppress(BrokenPipeError):  # bytes for a dead worker are flushed once more on closing
+                    stream.close()
 
     def close(self) -> None:
         """End the worker if it still lives and drop its log."""
-        self.kill()
+        if hasattr(self, "process"):
+            self.kill()
         self.log.close()
 
     def log_tail(self) -> str:
@@ -96,8 +105,15 @@ class Worker:
         lines = self.log.read().decode(errors="replace").splitlines()
         return scrub("\n".join(line for line in lines if not line.startswith("USDT:")))  # torch's own profiler traces
 
-    def _death(self) -> Outcome:
+    def _verdict(self) -> Outcome:
+        """Return the typed status of a worker that gave no answer, and make sure that it is gone."""
+        late = time.monotonic() >= self.deadline
+        hung = not self.end()
         code = self.process.returncode
+        if late:
+            return Outcome(status="timeout", reason=f"no answer within {self.job.protocol.timeout_s:g} s")
+        if hung:
+            return Outcome(status="crashed", reason="the worker broke the protocol and had to be ended")
         if code == -signal.SIGKILL:
             return Outcome(status="host_oom", reason="killed by signal 9, most likely by the out-of-memory killer")
         if code < 0:
@@ -129,7 +145,11 @@ class Worker:
 
 
 def scrub(text: str) -> str:
-    """Replace paths of this machine by what they stand for."""
-    for path, name in ((str(root()), "<project>"), (sys.prefix, "<python>"), (str(Path.home()), "<home>")):
-        text = text.replace(path, name)
-    return text
+    """Replace what names this machine: its host name, and every absolute path by what it stands for."""
+    known = [(str(root()), "<project>"), (sys.prefix, "<python>"), (str(Path.home()), "<home>")]
+    for path, name in known:
+        if len(path) > 1:
+            text = text.replace(path, name)
+    if len(platform.node()) > 3:
+        text = text.replace(platform.node(), "<host>")
+    return _ABSOLUTE.sub(lambda match: "<elsewhere>/" + match.group().rpartition("site-packages/")[2].rpartition("/")[2], text)

@@ -21,16 +21,14 @@ from pmlkit.record import Record, Run, read_run
 from pmlkit.registry import loss_work
 
 
-def run_campaign(
-    campaign: Campaign, *, seed: int = 0, budget_s: float | None = None, resume: Path | None = None, note: str = ""
-) -> Path:
+def run_campaign(campaign: Campaign, *, seed: int = 0, budget_s: float | None = None, resume: Path | None = None) -> Path:
     """Run every job of the campaign that the run folder does not hold yet, and return the folder.
 
     budget_s: stop cleanly between two cases once this many seconds have passed; what was recorded stays.
     resume: an interrupted run of the same campaign; only its missing jobs run, in its own order.
     Raises PmlkitError if the folder cannot be made or is in use, or if the run to resume is of another plan or machine.
     """
-    run = start_run(campaign, seed, note) if resume is None else resume_run(campaign, resume)
+    run = start_run(campaign, seed, budget_s) if resume is None else resume_run(campaign, resume)
     folder = resume or paths.runs() / run.run_id
     with locked(folder):
         done = {record.key for record in read_run(folder)[1].records}
@@ -49,20 +47,22 @@ def run_campaign(
     return folder
 
 
-def start_run(campaign: Campaign, seed: int, note: str = "") -> Run:
+def start_run(campaign: Campaign, seed: int, budget_s: float | None) -> Run:
     """Make the run folder and write its head. The id carries time and (hashed) host, so folders merge by copying."""
     about = environment.describe()
     now = datetime.now(UTC)
+    budget = f" --budget {budget_s:g}s" if budget_s is not None else ""
     run = Run(
         run_id=f"{now:%Y%m%dT%H%M%SZ}-{campaign.name}-{about['host'][:6]}",
         campaign=campaign.name,
         protocol=campaign.protocol.name,
+        device=campaign.protocol.device,
+        baseline=campaign.baseline,
         started_at=now.isoformat(timespec="seconds"),
         seed=seed,
         planned=sum(1 for _ in expand(campaign, seed)),
-        command=f"python -m pmlkit run {campaign.name} --seed {seed}",
+        command=f"python -m pmlkit run {campaign.name} --seed {seed}{budget}",
         environment=about,
-        note=note,
     )
     folder = paths.runs() / run.run_id
     try:
