@@ -37,7 +37,6 @@ class Gpu:
 
     key: str
     title: str
-    architecture: str
     names: tuple[str, ...]
     published: tuple[str, ...]
     sm_count: int | None
@@ -85,7 +84,6 @@ def _gpu(key: str, entry: dict[str, Any], retrieved: str) -> Gpu:
     return Gpu(
         key=key,
         title=entry["title"],
-        architecture=entry["architecture"],
         names=tuple(entry["names"]),
         published=tuple(entry["published"]),
         sm_count=entry.get("sm_count"),

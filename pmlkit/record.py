@@ -185,7 +185,6 @@ class Run(Strict, kw_only=True):
     command: str
     environment: dict[str, Any]
     sample: bool = False
-    note: str = ""
 
 
 def read_run(folder: Path) -> tuple[Run, Lines[Record]]:

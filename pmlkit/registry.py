@@ -47,7 +47,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True)
 class Source:
-    """A published source. records: stem of its files in data/published. gpu_names: boards it reports on."""
+    """A published source. key: stem of its files in data/published. importer: dotted path. method, limits: in our words."""
 
     key: str
     title: str
@@ -130,14 +130,14 @@ SOURCES = {
         Source(
             "pml-3.0.1",
             "PML 3.0.1 timings and memory",
-            "pmlkit.published.pml_page",
+            "pmlkit.published.pml_page:import_page",
             "3 fresh processes per configuration; each averages 3 blocks of 100 forward and backward pairs",
             "no encoder, optimizer or data loading; random data; peak memory includes the matrix-product workspace",
         ),
         Source(
             "gb300-moe",
             "GB300 mixture-of-experts report",
-            "pmlkit.published.moe_report",
+            "pmlkit.published.moe_report:import_report",
             "CUDA graphs; maximum rank of each window of 30 replays, then the median of 5 windows",
             "four allocations, some sharing a fabric; EP64 training at another site; NVLink counters from separate runs; "
             "memory traffic is a useful-byte model, not a counter",

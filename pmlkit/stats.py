@@ -48,9 +48,13 @@ def false_discovery(p: Sequence[float]) -> list[float]:
 
 
 def noise_floor(base: Sequence[Sequence[float]], again: Sequence[Sequence[float]]) -> float | None:
-    """Return the A/A floor: the 95th percentile of |ratio - 1| between two arms of one subject, or None without any."""
-    shifts = [abs(ratio_of_times(a, b).estimate - 1) for a, b in zip(base, again, strict=True) if min(len(a), len(b)) > 1]
-    return float(np.percentile(shifts, 95)) if shifts else None
+    """Return the A/A floor: how far two arms of one subject differ in 95 % of the cases, or None without any.
+
+    It is taken on logarithms, so that it is the same whichever arm is called first: 0.02 means 1/1.02 to 1.02.
+    """
+    pairs = [(a, b) for a, b in zip(base, again, strict=True) if min(len(a), len(b)) > 1]
+    shifts = [abs(np.log(ratio_of_times(a, b).estimate)) for a, b in pairs]
+    return float(np.expm1(np.percentile(shifts, 95))) if shifts else None
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -108,7 +108,6 @@ def run() -> Run:
         command="python -m tests.sample_run",
         environment={"cpu": "an invented processor", "cores": 2, "packages": {"torch": "0.0"}, "gpus": [], "git": None},
         sample=True,
-        note="invented numbers",
     )
 
 

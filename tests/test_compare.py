@@ -17,6 +17,7 @@ def cell(
     values = [scale * s for s in spread] if status == "ok" else []
     return {
         "gpu": gpu,
+        "case": op,
         "op": op,
         "precision": "fp32",
         "N": 1,
@@ -67,7 +68,7 @@ def test_false_discovery_runs_per_gpu() -> None:
 
 def test_two_releases_never_collapse() -> None:
     """Two versions of one case are two cells; two rows with one key are refused."""
-    frame = load_source("pml-3.0.1").frame
+    frame = load_source("pml-3.0.1", "losses").frame
     cells = cells_published(frame)
     assert len(cells) == 120
     with pytest.raises(AssertionError, match="cells repeat"):
@@ -76,7 +77,7 @@ def test_two_releases_never_collapse() -> None:
 
 def test_published_verdicts() -> None:
     """2.9.0 to 3.0.1 before rounding: RTX 5090 8 / 5 / 5, A100 3 / 0 / 15, of 18 comparable each; 2 newly fit."""
-    table = compare(cells_published(load_source("pml-3.0.1").frame), "2.9.0", "3.0.1 code", rounding=False)
+    table = compare(cells_published(load_source("pml-3.0.1", "losses").frame), "2.9.0", "3.0.1 code", rounding=False)
     found = {gpu: counts(part) for gpu, part in table.groupby("gpu")}
     assert found == {
         "RTX 5090": {"faster": 8, "slower": 5, "inconclusive": 5, "not comparable": 2},
@@ -87,7 +88,7 @@ def test_published_verdicts() -> None:
 
 def test_published_identical_triples_are_no_warning() -> None:
     """Nine rows print low = high; with rounding every interval has a positive width."""
-    frame = load_source("pml-3.0.1").frame
+    frame = load_source("pml-3.0.1", "losses").frame
     assert int((frame["low_ms"] == frame["high_ms"]).sum()) == 9
     table = compare_all(cells_published(frame), ["2.9.0", "3.0.0", "3.0.1 code"])
     measured = table.dropna(subset=["ratio"])
@@ -121,4 +122,4 @@ def test_floor_of_a_run() -> None:
 def test_unknown_version_names_the_nearest() -> None:
     """A version that the table does not have is one clear error."""
     with pytest.raises(PmlkitError, match=r"3\.0\.1 code"):
-        compare(cells_published(load_source("pml-3.0.1").frame), "2.9.0", "3.0.1")
+        compare(cells_published(load_source("pml-3.0.1", "losses").frame), "2.9.0", "3.0.1")

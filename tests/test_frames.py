@@ -53,7 +53,11 @@ def test_three_processes_from_mean_and_range() -> None:
 
 def test_published_frame_keeps_names_and_digits() -> None:
     """Display name and identifier are both there, printed strings untouched."""
-    row = load_source("pml-3.0.1").frame.query("label == '3.0.1 code' and op == 'batch_hard_triplet' and N == 512").iloc[0]
+    row = (
+        load_source("pml-3.0.1", "losses")
+        .frame.query("label == '3.0.1 code' and op == 'batch_hard_triplet' and N == 512")
+        .iloc[0]
+    )
     assert row["version"] == "candidate-32bcfa8"
     assert (row["printed_backward"], row["backward_ms"], row["backward_ms_hw"]) == ("2", 2.0, 0.005)
 

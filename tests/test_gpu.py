@@ -30,11 +30,11 @@ def sleeper():
     def spin(length: tl.constexpr):
         begin = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], tl.int64, is_pure=False, pack=1)
         now = begin
-        while now - begin < length:
+        while now - begin < length:  # pyright: ignore
             now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], tl.int64, is_pure=False, pack=1)
 
     def work() -> None:
-        spin[(1,)](NANOSECONDS)
+        spin[(1,)](NANOSECONDS)  # pyright: ignore
 
     work()
     torch.cuda.synchronize()

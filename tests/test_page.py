@@ -5,7 +5,6 @@ import xml.etree.ElementTree as ET
 import pandas as pd
 import pytest
 
-from pmlkit.hardware import match_gpu
 from pmlkit.report.compare import compare
 from pmlkit.report.figure import data_uri
 from pmlkit.report.frames import cells_published
@@ -13,7 +12,7 @@ from pmlkit.report.load import load_run, load_source, provenance
 from pmlkit.report.page import Table, verdict
 from pmlkit.report.plots.losses import Quantity, memory_cells, plot_ratios, plot_values
 from pmlkit.report.plots.moe import plot_arena, plot_imbalance, plot_pipelines, plot_settling
-from pmlkit.report.plots.roofline import plot_ceilings, plot_loss_rates, plot_roofline, plot_shares
+from pmlkit.report.plots.roofline import plot_ceilings, plot_loss_roofline, plot_roofline, plot_shares
 from pmlkit.report.plots.run import plot_order, plot_phases
 from pmlkit.report.roofline import roofline_losses, roofline_moe
 from pmlkit.report.tables.losses import table_published
@@ -31,7 +30,7 @@ from pmlkit.report.verdicts import (
     verdict_versions,
 )
 
-PML, MOE, SAMPLE = load_source("pml-3.0.1"), load_source("gb300-moe"), load_run("sample")
+PML, MOE, SAMPLE = load_source("pml-3.0.1", "losses"), load_source("gb300-moe", "moe"), load_run("sample")
 JUDGED = compare(cells_published(PML.frame), "2.9.0", "3.0.1 code")
 
 
@@ -84,12 +83,12 @@ FIGURES = {
     "arena": (lambda: plot_arena(MOE.frame), ["scratch 2.31"]),
     "settling": (lambda: plot_settling(MOE.frame), ["first window fastest in 50 of 63", "mean Kendall tau +0.41"]),
     "roofline": (
-        lambda: plot_roofline(roofline_moe(MOE.records), match_gpu(MOE.records[0].gpu), ["bf16", "mxfp8", "nvfp4"]),  # type: ignore[arg-type]
-        ["bf16 2,500 TFLOP/s (ridge 312.5 FLOP/byte)", "900 GB/s per direction"],
+        lambda: plot_roofline(roofline_moe(MOE.frame), ["bf16", "mxfp8", "nvfp4"]),
+        ["bf16 2,500 TFLOP/s (ridge 312.5 FLOP/byte)", "nvlink 900 GB/s per direction"],
     ),
-    "shares": (lambda: plot_shares(roofline_moe(MOE.records), "All"), ["nvlink in 33, compute in 24, hbm in 6", "58.8 %"]),
-    "ceilings": (lambda: plot_ceilings(roofline_moe(MOE.records)), ["186 of 312 TFLOP/s (59 %)"]),
-    "loss rates": (lambda: plot_loss_rates(roofline_losses(PML.records)), ["RTX 5090 batch 128"]),
+    "shares": (lambda: plot_shares(roofline_moe(MOE.frame), "All"), ["nvlink in 33, compute in 24, hbm in 6", "58.8 %"]),
+    "ceilings": (lambda: plot_ceilings(roofline_moe(MOE.frame)), ["186 of 312 TFLOP/s (59 %)"]),
+    "loss roofline": (lambda: plot_loss_roofline(roofline_losses(PML.records)), ["RTX 5090 batch 128"]),
     "order": (lambda: plot_order(SAMPLE.frame), ["134 ok processes", "10 not ok"]),
     "phases": (lambda: plot_phases(SAMPLE.frame), ["NT-Xent float32 128, pml"]),
 }
@@ -117,7 +116,7 @@ def test_an_image_cannot_reach_the_network() -> None:
 def test_opening_sentences() -> None:
     """Each report opens with its verdict in numbers."""
     assert "on RTX 5090: 8 faster, 5 slower, 5 inconclusive of 18" in verdict_versions(JUDGED).text
-    assert "Nearest roof: nvlink in 33, compute in 24, hbm in 6 of 63 cases" in verdict_roofline(roofline_moe(MOE.records)).text
+    assert "Nearest roof: nvlink in 33, compute in 24, hbm in 6 of 63 cases" in verdict_roofline(roofline_moe(MOE.frame)).text
     assert "7 configurations were measured twice and differ by -1.5 to +0.8 %" in verdict_moe(MOE).text
     assert "144 planned, 144 recorded, 134 ok, 2 flagged" in verdict_run(SAMPLE).text
     assert "0 false alarms in 16 comparisons" in verdict_health(SAMPLE).text

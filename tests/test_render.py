@@ -1,13 +1,17 @@
 """Strict execution: whatever goes wrong leaves an error, the partial notebook, and no HTML."""
 
+import json
 from pathlib import Path
 
 import nbformat
 import pytest
 
+from pmlkit import paths
 from pmlkit.__main__ import main
 from pmlkit.errors import PmlkitError
 from pmlkit.report.render import render
+from pmlkit.report.verify import verify
+from tests import sample_run
 
 VERDICT = "from pmlkit.report.page import complete, verdict\nverdict('all is well: 1 of 1')"
 
@@ -91,3 +95,32 @@ def test_the_command_line_exits_non_zero(given: str, message: str, tmp_path: Pat
     assert main(["report", "notebooks/30_roofline.ipynb", "-p", given, "--output", str(tmp_path)]) != 0
     assert message in capsys.readouterr().err
     assert not (tmp_path / "30_roofline.html").exists()
+
+
+def test_a_foreign_page_does_not_matter(tmp_path: Path) -> None:
+    """Somebody else's HTML in the folder neither fails a good report nor hides the error of a bad one."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.html").write_text("<p>mine</p>")
+    notebook = make(tmp_path, VERDICT, "complete()")
+    assert render(notebook, [], out).is_file()
+    with pytest.raises(PmlkitError, match="unknown parameter 'm'"):
+        render(notebook, ["m=1"], out)
+    assert (out / "notes.html").read_text() == "<p>mine</p>"
+    assert "notes" not in (out / "index.html").read_text()
+
+
+def test_a_campaign_page_is_not_verified(tmp_path: Path) -> None:
+    """Verifying never measures: a page of a campaign notebook is refused before anything runs."""
+    page = render(make(tmp_path, VERDICT, "complete()", name="10_run_campaign"), [], tmp_path / "out")
+    with pytest.raises(PmlkitError, match="comes from a campaign"):
+        verify(page)
+
+
+def test_no_page_or_notebook_names_a_folder(tmp_path: Path) -> None:
+    """A run given as a folder is shown by its id in page, footer and manifest; the executed copy holds no paths."""
+    sample_run.write(tmp_path / "secret-place")
+    out = tmp_path / "out"
+    page = render(paths.notebooks() / "90_run_health.ipynb", [f"run={tmp_path / 'secret-place'}"], out)
+    assert "secret-place" not in page.read_text()
+    assert "papermill" not in json.loads((out / "90_run_health.ipynb").read_text())["metadata"]

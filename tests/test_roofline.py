@@ -4,7 +4,10 @@ import pytest
 
 from pmlkit.hardware import gpus
 from pmlkit.report.load import load_source
-from pmlkit.report.roofline import balance, least_seconds, roofline_losses, roofline_moe
+from pmlkit.report.plots.roofline import plot_ceilings, plot_roofline, plot_shares
+from pmlkit.report.roofline import least_seconds, roofline_losses, roofline_moe
+from pmlkit.report.tables.moe import table_shares
+from pmlkit.report.verdicts import verdict_roofline
 from pmlkit.work import Work
 
 GB300 = gpus()["gb300-nvl72"]
@@ -12,7 +15,7 @@ GB300 = gpus()["gb300-nvl72"]
 
 @pytest.fixture(scope="module")
 def moe():
-    return roofline_moe(load_source("gb300-moe").records)
+    return roofline_moe(load_source("gb300-moe", "moe").frame)
 
 
 def test_least_times_by_hand() -> None:
@@ -30,12 +33,6 @@ def test_mixed_precisions_use_each_their_own_peak() -> None:
 def test_nothing_sent_has_no_link_bound() -> None:
     """Without wire bytes there is no link time, rather than an infinite intensity."""
     assert "nvlink" not in least_seconds(Work(model="m", flops={"bf16": 1.0}, bytes={"hbm": 1.0}), GB300)
-
-
-def test_balance() -> None:
-    """All rows on one of eight ranks leave an eighth of the peak."""
-    assert balance([8, 0, 0, 0, 0, 0, 0, 0]) == 1 / 8
-    assert balance([5, 5]) == 1
 
 
 def test_published_shares(moe) -> None:
@@ -56,7 +53,7 @@ def test_balance_adjusted_ceiling(moe) -> None:
     """EP8 at imbalance 8 in bf16: 185.7 TFLOP/s is 7.4 % of peak and 59 % of the 312.5 that imbalance leaves."""
     case = moe.set_index("row").loc["inference-ep8-bf16-standard-single_layer-F3072-i8"]
     assert case["ceiling_tflops"] == pytest.approx(312.5)
-    assert case["tflops"] == pytest.approx(185.74, abs=0.01)
+    assert case["useful_tflops"] == pytest.approx(185.74, abs=0.01)
     assert case["compute_share"] == pytest.approx(0.0743, abs=1e-4)
     assert case["ceiling_share"] == pytest.approx(0.594, abs=1e-3)
 
@@ -74,16 +71,27 @@ def test_cases_that_send_nothing_have_no_link_intensity(moe) -> None:
 
 def test_published_losses_are_far_from_any_roof() -> None:
     """The 116 rows that ran have a share, none above 4 % of its nearest roof."""
-    frame = roofline_losses(load_source("pml-3.0.1").records)
+    frame = roofline_losses(load_source("pml-3.0.1", "losses").records)
     assert len(frame) == 116
     assert 0 < frame["share"].min() < frame["share"].max() < 0.04
 
 
 def test_an_unknown_board_has_no_percentage() -> None:
-    """Records of a board that the ledger does not know get rates and no share."""
-    records = load_source("gb300-moe").records[:3]
-    for record in records:
-        record.gpu = "NVIDIA HGX B300"
-    frame = roofline_moe(records)
-    assert "compute_share" not in frame
-    assert frame["tflops"].notna().all()
+    """Cases of a board that the ledger does not know keep their rates; shares are missing, figures and tables say why."""
+    frame = roofline_moe(load_source("gb300-moe", "moe").frame.assign(gpu="NVIDIA HGX B300"))
+    assert frame["compute_share"].isna().all()
+    assert frame["useful_tflops"].notna().all()
+    assert "no percentage" in verdict_roofline(frame).text
+    assert table_shares(frame).cells()[0][8:11] == ["—", "—", "—"]
+    for figure in (plot_roofline(frame, ["bf16"]), plot_shares(frame, "x"), plot_ceilings(frame)):
+        assert "the peaks ledger does not know this board" in figure.alt
+        assert "%" not in figure.alt
+        assert figure.svg()
+
+
+def test_half_of_the_peaks_known() -> None:
+    """A board without an NVLink peak has its other shares, and no nearest roof is claimed."""
+    frame = roofline_moe(load_source("gb300-moe", "moe").frame.assign(gpu="RTX 5090"))
+    assert frame["compute_share"].notna().all()
+    assert frame["nvlink_share"].isna().all()
+    assert frame["nearest"].isna().all()

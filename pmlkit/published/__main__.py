@@ -11,10 +11,9 @@ import msgspec
 
 from pmlkit.errors import PmlkitError, nearest
 from pmlkit.paths import data, relative
-from pmlkit.published import moe_report, pml_page
+from pmlkit.registry import SOURCES, resolve
 from pmlkit.release import PublishedRecord
 
-IMPORTERS = {pml_page.SOURCE: pml_page.import_page, moe_report.SOURCE: moe_report.import_report}
 IDENTIFIERS = (
     "source", "file", "row", "gpu", "op", "subject", "version", "display_name", "mode", "precision", "pipeline", "ep",
     "imbalance", "category", "status",
@@ -23,13 +22,13 @@ IDENTIFIERS = (
 
 def import_file(source: str, path: Path) -> list[PublishedRecord]:
     """Return the records of a file. Raises PmlkitError for an unknown source or a file that cannot be used."""
-    if source not in IMPORTERS:
-        raise PmlkitError(f"unknown source {source!r}: {nearest(source, list(IMPORTERS))}")
+    if source not in SOURCES:
+        raise PmlkitError(f"unknown source {source!r}: {nearest(source, list(SOURCES))}")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PmlkitError(f"{path}: {error}: pass the file as published, in UTF-8") from None
-    return IMPORTERS[source](text, str(path))
+    return resolve(SOURCES[source].importer)(text, str(path))
 
 
 def write_source(records: list[PublishedRecord], folder: Path) -> list[Path]:
@@ -70,7 +69,7 @@ def _csv(records: list[PublishedRecord]) -> str:
 def main(arguments: list[str]) -> int:
     """Import a source into the data folder and print the counts by status. Return 2 on bad input, else 0."""
     if len(arguments) != 2:
-        print(f"usage: python -m pmlkit.published {{{','.join(IMPORTERS)}}} FILE", file=sys.stderr)
+        print(f"usage: python -m pmlkit.published {{{','.join(SOURCES)}}} FILE", file=sys.stderr)
         return 2
     try:
         records = import_file(arguments[0], Path(arguments[1]))

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from pmlkit.errors import PmlkitError, nearest
+from pmlkit.report.frames import KEYS
 from pmlkit.stats import (
     FALSE_DISCOVERY,
     LEAST_MARGIN,
@@ -19,7 +20,6 @@ from pmlkit.stats import (
 )
 
 VERDICTS = ("faster", "slower", "no difference", "inconclusive", "not comparable")
-KEYS = ["gpu", "op", "precision", "N"]
 RESULTS = ["base_ms", "candidate_ms", "ratio", "low", "high", "p", "q", "verdict", "change"]
 
 
@@ -60,8 +60,10 @@ def compare(
 
 
 def compare_all(cells: pd.DataFrame, labels: list[str], margin: float = LEAST_MARGIN) -> pd.DataFrame:
-    """Return the comparisons of every pair of labels, the earlier label as base."""
-    return pd.concat([compare(cells, *pair, margin) for pair in itertools.combinations(labels, 2)], ignore_index=True)
+    """Return the comparisons of every pair of labels, the earlier label as base; an empty table for fewer than two."""
+    tables = [compare(cells, *pair, margin) for pair in itertools.combinations(labels, 2)]
+    empty = pd.DataFrame(columns=[*KEYS, *RESULTS, "base", "candidate"])
+    return pd.concat(tables, ignore_index=True) if tables else empty
 
 
 def counts(table: pd.DataFrame) -> dict[str, int]:

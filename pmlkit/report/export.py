@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from contextlib import suppress
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +14,7 @@ import nbformat
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
-from pmlkit import __version__
+from pmlkit import __version__, paths
 from pmlkit.errors import PmlkitError
 from pmlkit.report.figure import data_uri
 
@@ -28,15 +29,16 @@ def export_html(executed: Path, page: Path, values: dict[str, Any], complete: di
     """
     notebook = nbformat.read(executed, as_version=4)
     title = next((line[2:] for c in notebook.cells for line in c.source.splitlines() if line.startswith("# ")), page.stem)
+    public = values | ({"run": complete["data"][-1]["name"]} if is_folder(values.get("run", "")) else {})
     manifest = {
         "notebook": page.stem,
         "title": title,
-        "parameters": values,
+        "parameters": public,
         "data": complete["data"],
         "verdict": _verdict(notebook),
     }
     words = ["python", "-m", "pmlkit", "report", f"notebooks/{page.stem}.ipynb"]
-    words += [word for name, value in values.items() for word in ("-p", f"{name}={as_text(value)}")]
+    words += [word for name, value in public.items() for word in ("-p", f"{name}={as_text(value)}")]
     exporter = HTMLExporter(
         template_name="pmlkit",
         extra_template_basedirs=[str(TEMPLATES)],
@@ -57,6 +59,11 @@ def export_html(executed: Path, page: Path, values: dict[str, Any], complete: di
     temporary.write_text(text)
     temporary.replace(page)
     return page
+
+
+def is_folder(value: str) -> bool:
+    """Return whether a run was given as a folder of this machine, which no page may name."""
+    return "/" in value and value not in paths.run_folders()
 
 
 def prose(source: str) -> str:
@@ -95,7 +102,10 @@ class _ManifestFinder(HTMLParser):
 
 def write_index(folder: Path) -> Path:
     """Write `index.html` over all reports of a folder, each with its verdict; return its path."""
-    pages = [{"name": page.stem} | read_manifest(page) for page in sorted(folder.glob("*.html")) if page.stem != "index"]
+    pages = []
+    for page in sorted(folder.glob("*.html")):
+        with suppress(PmlkitError):  # somebody else's page
+            pages.append({"name": page.stem} | read_manifest(page))
     template = jinja2.Environment(autoescape=True).from_string((TEMPLATES / "index_page.html.j2").read_text())
     index = folder / "index.html"
     index.write_text(template.render(pages=pages, css=(TEMPLATES / "pmlkit" / "style.css").read_text()))

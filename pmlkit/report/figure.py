@@ -21,8 +21,19 @@ VERDICT_COLOURS = {
     "inconclusive": "#7f7f7f",
     "not comparable": "#b0b0b0",
 }
-PRECISION_COLOURS = {"bf16": "#0072b2", "mxfp8": "#d55e00", "nvfp4": "#009e73", "fp32": "#cc79a7"}
-PIPELINE_MARKERS = {"standard": "o", "staged": "s", "mega": "^"}
+_PRECISION_COLOURS = {"bf16": "#0072b2", "mxfp8": "#d55e00", "nvfp4": "#009e73", "fp32": "#cc79a7"}
+_PIPELINE_MARKERS = {"standard": "o", "staged": "s", "mega": "^"}
+
+
+def precision_colour(key: str) -> str:
+    """Return the colour of a precision, the same in every figure; a new one is black until it has its own."""
+    return _PRECISION_COLOURS.get(key, "#000000")
+
+
+def pipeline_marker(key: str) -> str:
+    """Return the marker of a pipeline, the same in every figure; a new one is a diamond until it has its own."""
+    return _PIPELINE_MARKERS.get(key, "D")
+
 
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "pmlkit",  # element ids derive from this and the content, so equal input gives equal bytes
@@ -66,6 +77,15 @@ class ReportFigure(Figure):
         assert self.alt, "a figure without alternative text"
         count_shown("figure")
         return {"image/svg+xml": self.svg(), "text/plain": self.alt}, {"image/svg+xml": {"alt": self.alt}}
+
+
+def nothing(sentence: str) -> ReportFigure:
+    """Return a figure that only says why there is nothing to see."""
+    with style():
+        figure = ReportFigure(figsize=(9, 0.8))
+        figure.text(0.5, 0.5, sentence, ha="center", va="center")
+    figure.alt = sentence
+    return figure
 
 
 def data_uri(svg: str) -> str:

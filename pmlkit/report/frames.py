@@ -7,17 +7,30 @@ import numpy as np
 import pandas as pd
 
 from pmlkit import registry
+from pmlkit.case import Case
+from pmlkit.errors import PmlkitError
+from pmlkit.hardware import Gpu, match_gpu
 from pmlkit.precision import PRECISIONS
 from pmlkit.record import Record, Run
 from pmlkit.release import LossValues, Printed, PublishedRecord
 
-CELL_KEYS = ["gpu", "op", "precision", "N", "label"]
+# What a comparison holds equal; `case` is the case id, so that two widths or seeds of one op never share a cell.
+KEYS = ["gpu", "case", "op", "precision", "N"]
+CELL_KEYS = [*KEYS, "label"]
 
 
 def machine_name(run: Run) -> str:
-    """Return what a run was measured on: its GPU, or the processor where it has none."""
+    """Return what a run measured: its GPU, or the processor for a CPU campaign, whatever else the host has."""
     gpus = run.environment.get("gpus") or []
-    return gpus[0]["name"] if gpus else f"CPU: {run.environment.get('cpu', 'unknown')}"
+    if run.device == "cuda" and gpus:
+        return gpus[0]["name"]
+    return f"CPU: {run.environment.get('cpu', 'unknown')}"
+
+
+def board_of(run: Run) -> Gpu | None:
+    """Return the ledger's board of a run, or None: for a CPU, an unknown board, or one with another power limit."""
+    gpus = run.environment.get("gpus") or [{}]
+    return match_gpu(machine_name(run), power_w=gpus[0].get("power_limit_w")) if run.device == "cuda" else None
 
 
 def frame_records(run: Run, records: Iterable[Record]) -> pd.DataFrame:
@@ -29,7 +42,7 @@ def frame_records(run: Run, records: Iterable[Record]) -> pd.DataFrame:
     for record in records:
         row = {
             "gpu": machine_name(run),
-            "case_id": record.case_id,
+            "case": record.case_id,
             "op": record.op,
             "precision": record.precision,
             "N": record.shape.get("N"),
@@ -51,7 +64,7 @@ def frame_records(run: Run, records: Iterable[Record]) -> pd.DataFrame:
         row["beyond_mib"] = max(beyond) / 2**20 if beyond else None
         rows.append(row)
     ranks = {"op": list(registry.OPS), "precision": list(PRECISIONS)}
-    order = ["op", "precision", "N", "label", "replicate"]
+    order = ["op", "precision", "N", "case", "label", "replicate"]
     return pd.DataFrame(rows).sort_values(
         order,
         ignore_index=True,
@@ -74,6 +87,7 @@ def frame_published_losses(records: Iterable[PublishedRecord]) -> pd.DataFrame:
         assert record.loss is not None
         row = {
             "gpu": record.gpu,
+            "case": Case(op=record.op, precision=record.precision, shape=record.shape).case_id,
             "op": record.op,
             "precision": record.precision,
             "N": record.shape["N"],
@@ -106,7 +120,14 @@ def cells_published(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def cells_measured(frame: pd.DataFrame, phase: str = "pair") -> pd.DataFrame:
-    """Return one row per (machine, case, arm): worst status of its processes, and one value a process in milliseconds."""
+    """Return one row per (machine, case, arm): `ok` or the most frequent failure, and one value a process in milliseconds.
+
+    Raises PmlkitError if an arm mixes two versions: they would be averaged into a release that does not exist.
+    """
+    for arm, group in frame.groupby("label", sort=False):
+        versions = sorted(set(group["subject"] + " " + group["version"]))
+        if len(versions) > 1:
+            raise PmlkitError(f"arm {arm!r} of this run mixes {' and '.join(versions)}: give each version its own arm")
     rows = []
     for key, group in frame.groupby(CELL_KEYS, sort=False):
         failed = group.loc[group["status"] != "ok", "status"]
@@ -150,6 +171,7 @@ def frame_moe(records: Iterable[PublishedRecord]) -> pd.DataFrame:
                 "nvlink_gbps": moe.nvlink_tx_gbps,
                 "nvlink_max_gbps": max(moe.nvlink_max_tx_gbps, moe.nvlink_max_rx_gbps),
                 "hbm_gbps": moe.analytical_hbm_gbps,
+                "payload_bytes_rank0": moe.payload_bytes_rank0,
                 "mean_rows": float(np.mean(moe.receive_rows)),
                 "max_rows": max(moe.receive_rows),
                 "slot_gib": moe.slot_bytes / 2**30,

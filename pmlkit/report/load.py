@@ -4,16 +4,18 @@ import hashlib
 import html
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import pandas as pd
 
-from pmlkit import campaign, paths, registry
+from pmlkit import paths, registry
 from pmlkit.errors import PmlkitError, nearest
 from pmlkit.jsonl import Problem
 from pmlkit.record import Record, Run, read_run
 from pmlkit.release import PublishedRecord, published_file, read_published
-from pmlkit.report.compare import compare, floor_of
+from pmlkit.report.compare import compare_all, floor_of
 from pmlkit.report.frames import cells_measured, frame_moe, frame_published_losses, frame_records, machine_name
 from pmlkit.report.page import Html, note_data
 from pmlkit.stats import LEAST_MARGIN
@@ -30,24 +32,35 @@ class RunData:
     problems: list[Problem]
     frame: pd.DataFrame
 
-    @property
+    @cached_property
     def cells(self) -> pd.DataFrame:
         """One row per case and arm, for comparisons of the pair time."""
         return cells_measured(self.frame)
 
     @property
     def baseline(self) -> str:
-        """The arm that the others are compared with: the campaign's, or the first recorded."""
-        known = campaign.CAMPAIGNS.get(self.run.campaign)
-        return known.baseline if known else str(self.frame["label"].iloc[0])
+        """The arm that the others are compared with: the campaign's, or, where it did not run, the first recorded."""
+        arms = list(self.subjects)
+        return self.run.baseline if self.run.baseline in arms else self.records[0].arm
+
+    @cached_property
+    def subjects(self) -> dict[str, tuple[str, str]]:
+        """Subject and version of each arm, in order of appearance."""
+        return {row["label"]: (row["subject"], row["version"]) for row in self.frame.to_dict("records")}
+
+    @property
+    def candidates(self) -> list[str]:
+        """The arms to compare with the baseline; A/A controls come last."""
+        arms = [arm for arm in self.subjects if arm != self.baseline]
+        return sorted(arms, key=lambda arm: self.subjects[arm] == self.subjects[self.baseline])
 
     @property
     def controls(self) -> list[tuple[str, str]]:
         """Pairs of arms that ran one subject at one version: the A/A control."""
-        subjects = self._subjects()
-        return [(self.baseline, arm) for arm in self.candidates if subjects[arm] == subjects.get(self.baseline)]
+        same = self.subjects[self.baseline]
+        return [(self.baseline, arm) for arm in self.candidates if self.subjects[arm] == same]
 
-    @property
+    @cached_property
     def floor(self) -> float | None:
         """The A/A noise floor of the run, or None without an A/A control."""
         return floor_of(self.cells, self.controls)
@@ -57,21 +70,21 @@ class RunData:
         """The margin of verdicts: 2 % or the A/A floor, whichever is larger."""
         return max(LEAST_MARGIN, self.floor or 0.0)
 
+    @cached_property
+    def pairs(self) -> pd.DataFrame:
+        """Every pair of arms, at the run's own margin."""
+        return compare_all(self.cells, [self.baseline, *self.candidates], self.margin)
+
     @property
     def comparisons(self) -> pd.DataFrame:
         """Every arm against the baseline, at the run's own margin."""
-        return pd.concat([compare(self.cells, self.baseline, arm, self.margin) for arm in self.candidates], ignore_index=True)
+        return self.pairs[self.pairs["base"] == self.baseline]
 
     @property
-    def candidates(self) -> list[str]:
-        """The arms to compare with the baseline; A/A controls come last."""
-        subjects = self._subjects()
-        arms = [arm for arm in subjects if arm != self.baseline]
-        return sorted(arms, key=lambda arm: subjects[arm] == subjects.get(self.baseline))
-
-    def _subjects(self) -> dict[str, tuple[str, str]]:
-        """Return subject and version of each arm, in order of appearance."""
-        return {row["label"]: (row["subject"], row["version"]) for row in self.frame.to_dict("records")}
+    def control(self) -> pd.DataFrame:
+        """The comparisons of the A/A control that could be judged."""
+        arms = [arm for _, arm in self.controls]
+        return self.comparisons[self.comparisons["candidate"].isin(arms) & (self.comparisons["verdict"] != "not comparable")]
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,11 @@ class SourceData:
     frame: pd.DataFrame
 
     @property
+    def kind(self) -> str:
+        """What it is about: `losses` or `moe`."""
+        return "losses" if self.records[0].moe is None else "moe"
+
+    @property
     def labels(self) -> list[str]:
         """Display names of the versions, in order of appearance."""
         return list(dict.fromkeys(self.frame["label"]))
@@ -93,27 +111,49 @@ class SourceData:
 def load_run(name: str) -> RunData:
     """Read a run by name (`latest`, an id, `h200/<id>`, `sample` or a folder).
 
-    Raises PmlkitError for an unknown run and for one without a single usable record.
+    A record whose key stands twice is used once and reported. Raises PmlkitError for an unknown run and for one without
+    a single usable record.
     """
     folder = paths.find_run(name)
     run, lines = read_run(folder)
     if not lines.records:
         detail = f": {lines.problems[0]}" if lines.problems else ""
         raise PmlkitError(f"run {run.run_id!r} in {paths.relative(folder)} has no usable record{detail}; run it again")
-    records = folder / "records.jsonl"
-    note_data("sample data" if run.sample else "measured data", run.run_id, paths.relative(records), digest(records))
-    return RunData(name, folder, run, lines.records, lines.problems, frame_records(run, lines.records))
+    file = folder / "records.jsonl"
+    records = {record.key: record for record in reversed(lines.records)}
+    problems = list(lines.problems)
+    if (repeats := len(lines.records) - len(records)) > 0:
+        problems.append(Problem(paths.relative(file), 0, f"{repeats} records repeat an earlier one and are not used"))
+    used = [record for record in lines.records if records[record.key] is record]
+    note_data("sample data" if run.sample else "measured data", run.run_id, shown(file, run.run_id), digest(file))
+    return RunData(name, folder, run, used, problems, frame_records(run, used))
 
 
-def load_source(key: str) -> SourceData:
-    """Read a published source. Raises PmlkitError for an unknown one."""
+def load_source(key: str, kind: Literal["losses", "moe"]) -> SourceData:
+    """Read a published source of a kind. Raises PmlkitError for an unknown or empty one, or one of the other kind."""
+    data = load_any_source(key)
+    if data.kind != kind:
+        fitting = [name for name in registry.SOURCES if load_any_source(name).kind == kind]
+        raise PmlkitError(f"published source {key!r} is not about {kind}: use {' or '.join(fitting)}")
+    return data
+
+
+def load_any_source(key: str) -> SourceData:
+    """Read a published source. Raises PmlkitError for an unknown or empty one."""
     if key not in registry.SOURCES:
         raise PmlkitError(f"unknown published source {key!r} in registry.py: {nearest(key, list(registry.SOURCES))}")
-    lines = read_published(key)
-    file = published_file(key)
+    lines, file = read_published(key), published_file(key)
+    if not lines.records:
+        raise PmlkitError(f"published source {key!r} has no usable record in {paths.relative(file)}: import it again")
     note_data("published data", registry.SOURCES[key].title, paths.relative(file), digest(file))
-    make = frame_moe if lines.records[0].moe is not None else frame_published_losses
-    return SourceData(registry.SOURCES[key], file, lines.records, lines.problems, make(lines.records))
+    frame = (frame_published_losses if lines.records[0].moe is None else frame_moe)(lines.records)
+    return SourceData(registry.SOURCES[key], file, lines.records, lines.problems, frame)
+
+
+def shown(file: Path, run_id: str) -> str:
+    """Return how a page names a run's file: inside the project by its path, elsewhere without the machine's folders."""
+    inside = file.resolve().is_relative_to(paths.root().resolve())
+    return paths.relative(file) if inside else f"{run_id}/{file.name}"
 
 
 def provenance(data: RunData | SourceData) -> Html:
@@ -155,7 +195,7 @@ def _run_facts(data: RunData) -> dict[str, str]:
         "pmlkit commit": state,
         "started": run.started_at,
         "planned and recorded": f"{run.planned} planned, {len(data.records)} recorded",
-        "raw records": f"{paths.relative(data.folder / 'records.jsonl')} (sha256 {digest(data.folder / 'records.jsonl')})",
+        "raw records": f"{shown(data.folder / 'records.jsonl', run.run_id)} (sha256 {digest(data.folder / 'records.jsonl')})",
         "command": run.command,
     }
 

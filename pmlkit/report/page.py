@@ -38,7 +38,7 @@ class Html:
 class Table:
     """A data frame as a page table: column titles, number formats, a class per cell from `classes`.
 
-    key: unique id on the page. formats: column -> format string or function. classes: column whose text becomes the CSS
+    key: unique id on the page. formats: column -> format string. classes: column whose text becomes the CSS
     class of its own cell (verdicts, statuses). More than `fold` rows are folded behind the caption.
     """
 
@@ -47,7 +47,7 @@ class Table:
         frame: pd.DataFrame,
         key: str,
         caption: str,
-        formats: dict[str, Any] | None = None,
+        formats: dict[str, str] | None = None,
         classes: tuple[str, ...] = (),
         fold: int = 25,
     ) -> None:
@@ -89,8 +89,6 @@ class Table:
         if value is None or value is pd.NA or (isinstance(value, float) and pd.isna(value)):
             return "—"
         form = self.formats.get(column)
-        if callable(form):
-            return str(form(value))
         return format(value, form) if form else str(value)
 
 
@@ -105,12 +103,6 @@ def note(title: str, *sentences: str) -> Html:
     items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences if sentence)
     text = "\n".join([f"{title}:", *(f"- {s}" for s in sentences if s)])
     return Html(f'<div class="note"><p class="caption">{html.escape(title)}</p><ul>{items}</ul></div>', text)
-
-
-def banner(kind: str, sentence: str) -> Html:
-    """Return a banner across the page: SAMPLE DATA, PUBLISHED DATA, or a warning."""
-    markup = f'<div class="banner"><strong>{html.escape(kind)}</strong> {html.escape(sentence)}</div>'
-    return Html(markup, f"[{kind}] {sentence}")
 
 
 class Complete:

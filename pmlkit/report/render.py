@@ -1,6 +1,7 @@
 """Runs a notebook through papermill, strictly: either a complete report comes out, or an error and no HTML."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,11 @@ def render(notebook: Path, given: list[str], folder: Path | None = None, cell_ti
     page, partial = folder / f"{notebook.stem}.html", folder / f"{notebook.stem}.partial.ipynb"
     page.unlink(missing_ok=True)
     try:
-        values = resolve_latest(fill(read_parameters(notebook), given))
+        values = settle_run(fill(read_parameters(notebook), given))
         execute(notebook, partial, values, cell_timeout)
         complete = sentinel(partial)
         executed = folder / f"{notebook.stem}.ipynb"
+        strip_papermill(partial)
         partial.replace(executed)
         return export_html(executed, page, values, complete)
     finally:
@@ -54,16 +56,20 @@ def find_notebook(name: str) -> Path:
 
 
 def report_notebooks() -> list[Path]:
-    """Return the notebooks that only read: all but the campaigns, whose names start with 1."""
-    return [path for path in sorted(paths.notebooks().glob("*.ipynb")) if not path.name.startswith("1")]
+    """Return the notebooks that only read: all but the campaigns, whose numbers are 10 to 19."""
+    return [path for path in sorted(paths.notebooks().glob("*.ipynb")) if not re.match(r"1\d_", path.name)]
 
 
-def resolve_latest(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace `run = "latest"` by the run it means now, so that a report names its data and can be rebuilt later."""
-    if values.get("run") != "latest":
+def settle_run(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace the parameter `run` by the name of the run it means now, so that a page names its data and no folder.
+
+    `latest` becomes the run's id; a path of a known run its name. A folder elsewhere stays as it is for the notebook.
+    """
+    if "run" not in values:
         return values
-    folder = paths.find_run("latest")
-    return values | {"run": next(name for name, path in paths.run_folders().items() if path == folder)}
+    folder = paths.find_run(values["run"])
+    names = [name for name, known in paths.run_folders().items() if known.resolve() == folder.resolve()]
+    return values | {"run": names[0]} if names else values
 
 
 def execute(notebook: Path, partial: Path, values: dict[str, Any], cell_timeout: int | None) -> None:
@@ -103,6 +109,14 @@ def place(notebook: Path, started: list[Any]) -> str:
     numbers = {cell.get("id"): n for n, cell in enumerate(nbformat.read(notebook, as_version=4).cells, start=1)}
     first = started[-1].source.partition("\n")[0]
     return f"{notebook.name}, cell {numbers.get(started[-1].get('id'), 'of injected parameters')} (`{first}`)"
+
+
+def strip_papermill(notebook: Path) -> None:
+    """Remove papermill's metadata, which holds paths of this machine and times."""
+    document = nbformat.read(notebook, as_version=4)
+    for part in (document, *document.cells):
+        part.metadata.pop("papermill", None)
+    nbformat.write(document, notebook)
 
 
 def sentinel(executed: Path) -> dict[str, Any]:

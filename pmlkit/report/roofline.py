@@ -26,74 +26,66 @@ def least_seconds(work: Work, gpu: Gpu, wire_bytes: float | None = None) -> dict
     return bounds
 
 
-def balance(rows: Iterable[int]) -> float:
-    """Return mean over maximum of the rows per rank: the share of a peak that the busiest rank leaves to the mean."""
-    received = list(rows)
-    return sum(received) / len(received) / max(received)
+def ridge(gpu: Gpu, precision: str, resource: str = "hbm") -> float:
+    """Return the intensity, in FLOP per byte, from which this precision's peak rather than the resource is the limit."""
+    return gpu.peak(precision).value * 1e12 / (gpu.peak(resource).value * 1e9)
 
 
-def ridge(gpu: Gpu, precision: str) -> float:
-    """Return the intensity, in FLOP per byte, from which this precision's peak rather than memory is the limit."""
-    return gpu.peak(precision).value * 1e12 / (gpu.peak("hbm").value * 1e9)
+def roofline_moe(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return a mixture-of-experts frame with intensities, shares of the three roofs and the balance-adjusted ceiling.
 
-
-def roofline_moe(records: Iterable[PublishedRecord]) -> pd.DataFrame:
-    """Return one row per published case: rates, intensities, shares of the three roofs and of the balanced ceiling.
-
-    Shares are of theoretical peaks: compute from useful operations, hbm from the published useful-byte estimate, nvlink
-    from the counter rate of the busiest rank and direction. overlap is their sum with the mean counter rate: 1 reads as
-    if nothing overlapped at nominal rates. On an unknown board every share is missing.
+    Shares are of theoretical peaks: compute from the published useful rate, hbm from the published useful-byte estimate,
+    nvlink from the counter rate of the busiest rank and direction. overlap is their sum with the mean counter rate: 1
+    reads as if nothing overlapped at nominal rates. On an unknown board every share is missing.
     """
-    rows = []
-    for record in records:
-        assert record.moe is not None
-        moe, gpu = record.moe, match_gpu(record.gpu)
-        seconds = moe.layer_ms / 1e3
-        passes = 2 if record.mode == "training" else 1
-        busiest = max(moe.nvlink_max_tx_gbps, moe.nvlink_max_rx_gbps)
-        row = {
-            "row": record.row,
-            "gpu": record.gpu,
-            "mode": record.mode,
-            "ep": record.ep,
-            "imbalance": record.imbalance,
-            "width": record.shape["F"],
-            "precision": record.precision,
-            "pipeline": record.pipeline,
-            "category": record.category,
-            "tflops": record.work.useful_flops / seconds / 1e12,
-            "low_tflops": record.work.useful_flops / max(moe.windows_ms["layer"]) / 1e9,
-            "high_tflops": record.work.useful_flops / min(moe.windows_ms["layer"]) / 1e9,
-            "intensity": record.work.useful_flops / record.work.hbm_bytes,
-            "wire_intensity": record.work.useful_flops / (moe.payload_bytes_rank0 * passes)
-            if moe.payload_bytes_rank0
-            else None,
-            "balance": balance(moe.receive_rows),
-        }
-        if gpu is not None:
-            bounds = least_seconds(record.work, gpu, busiest * 1e9 * seconds)
-            row |= {f"{resource}_share": bounds[resource] / seconds for resource in RESOURCES}
-            row["overlap"] = row["compute_share"] + row["hbm_share"] + moe.nvlink_tx_gbps / gpu.peak("nvlink").value
-            row["nearest"] = max(bounds, key=lambda resource: bounds[resource])
-            row["best_share"] = max(bounds.values()) / seconds
-            row["ceiling_tflops"] = gpu.peak(record.precision).value * row["balance"]
-            row["ceiling_share"] = row["tflops"] / row["ceiling_tflops"]
-        rows.append(row)
-    return pd.DataFrame(rows)
+    flops = pd.Series([work.useful_flops for work in frame["work"]], index=frame.index)
+    traffic = pd.Series([work.hbm_bytes for work in frame["work"]], index=frame.index)
+    passes = frame["mode"].map({"training": 2, "inference": 1})
+    payload = frame["payload_bytes_rank0"].where(frame["payload_bytes_rank0"] > 0)
+    peaks = [_peaks(gpu, precision) for gpu, precision in zip(frame["gpu"], frame["precision"], strict=True)]
+    compute, hbm, nvlink = (pd.Series([p[i] for p in peaks], index=frame.index, dtype=float) for i in range(3))
+    table = frame.assign(
+        low_tflops=frame["useful_tflops"] * frame["layer_ms"] / frame["high_ms"],
+        high_tflops=frame["useful_tflops"] * frame["layer_ms"] / frame["low_ms"],
+        intensity=flops / traffic,
+        wire_intensity=flops / (payload * passes),
+        balance=frame["mean_rows"] / frame["max_rows"],
+        compute_share=frame["useful_tflops"] / compute,
+        hbm_share=frame["hbm_gbps"] / hbm,
+        nvlink_share=frame["nvlink_max_gbps"] / nvlink,
+        overlap=frame["useful_tflops"] / compute + frame["hbm_gbps"] / hbm + frame["nvlink_gbps"] / nvlink,
+    )
+    shares = table[[f"{resource}_share" for resource in RESOURCES]]
+    ceiling = compute * table["balance"]
+    return table.assign(
+        best_share=shares.max(axis=1),
+        nearest=shares.dropna().idxmax(axis=1).map(lambda name: str(name).removesuffix("_share")),
+        ceiling_tflops=ceiling,
+        ceiling_share=table["useful_tflops"] / ceiling,
+    )
+
+
+def _peaks(name: str, precision: str) -> tuple[float | None, float | None, float | None]:
+    """Return the compute, memory and link peaks of a board, None each where the ledger has none."""
+    gpu = match_gpu(name)
+    values = [gpu.peaks[key].value if gpu and key in gpu.peaks else None for key in (precision, "hbm", "nvlink")]
+    return values[0], values[1], values[2]
 
 
 def roofline_losses(records: Iterable[PublishedRecord]) -> pd.DataFrame:
     """Return one row per published loss row that ran: achieved rate and share of the compute and memory roofs.
 
-    float32 products run on CUDA cores here (no TF32 unless asked for), so they are held against that peak.
+    float32 products run on CUDA cores here (no TF32 unless asked for), so they are held against that peak. On an unknown
+    board the share is missing.
     """
     rows = []
     for record in records:
         gpu = match_gpu(record.gpu)
-        if record.loss is None or record.loss.total_ms is None or gpu is None:
+        if record.loss is None or record.loss.total_ms is None:
             continue
         seconds = record.loss.total_ms.value / 1e3
-        bounds = least_seconds(record.work, gpu)
+        bounds = least_seconds(record.work, gpu) if gpu else {}
+        least = max(bounds.values(), default=None)
         rows.append(
             {
                 "gpu": record.gpu,
@@ -104,9 +96,9 @@ def roofline_losses(records: Iterable[PublishedRecord]) -> pd.DataFrame:
                 "total_ms": record.loss.total_ms.value,
                 "tflops": record.work.useful_flops / seconds / 1e12,
                 "intensity": record.work.useful_flops / record.work.hbm_bytes,
-                "bound_us": max(bounds.values()) * 1e6,
-                "share": max(bounds.values()) / seconds,
-                "nearest": max(bounds, key=lambda resource: bounds[resource]),
+                "bound_us": least * 1e6 if least else None,
+                "share": least / seconds if least else None,
+                "nearest": max(bounds, key=lambda resource: bounds[resource]) if bounds else None,
             }
         )
     return pd.DataFrame(rows)

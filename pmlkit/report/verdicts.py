@@ -4,9 +4,8 @@ from typing import Any
 
 import pandas as pd
 
-from pmlkit.hardware import match_gpu
 from pmlkit.report.compare import count_sentence, overall
-from pmlkit.report.frames import case_name, iteration_ms, machine_name
+from pmlkit.report.frames import board_of, case_name, iteration_ms, machine_name
 from pmlkit.report.load import RunData, SourceData
 from pmlkit.report.page import Html, note, verdict
 from pmlkit.report.plots.moe import settling_words
@@ -36,7 +35,7 @@ def validity(data: RunData) -> str:
     """Return planned, recorded, failed and flagged counts and the noise floor as words; nothing ok is said in capitals."""
     ok = int((data.frame["status"] == "ok").sum())
     flagged = int((data.frame["flags"] != "").sum())
-    floor = "no A/A control ran" if data.floor is None else f"A/A noise floor {100 * data.floor:.1f} %"
+    floor = "no A/A control could be judged" if data.floor is None else f"A/A noise floor {100 * data.floor:.1f} %"
     words = f"{data.run.planned} planned, {len(data.frame)} recorded, {ok} ok, {flagged} flagged; {floor}"
     return f"{words}; margin {100 * data.margin:.1f} %" if ok else f"{words}; NOTHING WAS MEASURED"
 
@@ -44,29 +43,29 @@ def validity(data: RunData) -> str:
 def verdict_health(data: RunData) -> Html:
     """Return whether a run can be trusted: coverage, the A/A control, drift over the campaign, checks."""
     ok = data.frame[data.frame["status"] == "ok"]
-    control = data.comparisons[[(data.baseline, arm) in data.controls for arm in data.comparisons["candidate"]]]
-    alarms = int(control["verdict"].isin(["faster", "slower"]).sum())
+    alarms = int(data.control["verdict"].isin(["faster", "slower"]).sum())
     sentences = [f"{'Complete' if len(data.frame) == data.run.planned else 'INCOMPLETE'}: {validity(data)}."]
-    if len(control):
-        sentences.append(f"A/A control: {alarms} false alarms in {len(control)} comparisons of the same code with itself.")
-    if len(ok):
+    if len(data.control):
+        sentences.append(f"A/A control: {alarms} false alarms in {len(data.control)} comparisons of the same code with itself.")
+    if len(ok) and ok.groupby(["case", "label"]).size().max() > 1:
         drift = drift_percent(ok)
         sentences.append(
             f"Drift: from the first to the last third of the campaign the pair time changes by {drift:+.1f} % in the median."
         )
-        worst = ok.assign(share=ok["error"] / ok["limit"]).nlargest(1, "share").iloc[0]
-        share = 100 * worst["error"] / worst["limit"]
-        wrong = int((data.frame["status"] == "wrong_result").sum())
+    wrong = int((data.frame["status"] == "wrong_result").sum())
+    sentences.append(f"Answers: {wrong} wrong, which were not timed.")
+    for worst in ok.assign(share=ok["error"] / ok["limit"]).nlargest(1, "share").to_dict("records"):
+        case = case_name(worst["op"], worst["precision"], worst["N"])
         sentences.append(
-            f"Answers: {wrong} wrong, which were not timed; of the timed ones the nearest to its limit is {worst['label']} on "
-            f"{case_name(worst['op'], worst['precision'], worst['N'])} ({worst['error']:.1e}, {share:.0f} % of the limit)."
+            f"Of the timed answers the nearest to its limit is {worst['label']} on {case} ({worst['error']:.1e}, "
+            f"{100 * worst['share']:.0f} % of the limit)."
         )
     return verdict(*sentences)
 
 
 def drift_percent(ok: pd.DataFrame) -> float:
     """Return the median change, in percent, of pair times relative to their case's median, last third against first."""
-    change = ok["pair_ms"] / ok.groupby(["case_id", "label"])["pair_ms"].transform("median")
+    change = ok["pair_ms"] / ok.groupby(["case", "label"])["pair_ms"].transform("median")
     ordered = change.loc[ok["order"].sort_values().index]
     third = max(1, len(ordered) // 3)
     return float(100 * (ordered.iloc[-third:].median() / ordered.iloc[:third].median() - 1))
@@ -81,18 +80,21 @@ def verdict_moe(data: SourceData) -> Html:
         rates = ", ".join(f"{r.precision} {r.useful_tflops:,.0f} TFLOP/s ({r.pipeline}, EP{r.ep}, F={r.width:,})" for r in best)
         sentences.append(f"Highest useful rate per GPU, {mode}: {rates}.")
     ratios = slowdowns(frame)
-    most = int(ratios["imbalance"].max())
-    worst = ratios[ratios["imbalance"] == most]
-    sentences.append(
-        f"Imbalance {most} costs {worst['slowdown'].min():.1f} to {worst['slowdown'].max():.1f} times the balanced layer "
-        f"time: the busiest rank pays in full."
-    )
+    if len(ratios):
+        worst = ratios[ratios["imbalance"] == ratios["imbalance"].max()]
+        paid = 100 * worst["slowdown"] / (worst["max_rows"] / worst["mean_rows"])
+        sentences.append(
+            f"Imbalance {worst['imbalance'].iloc[0]:g} makes the layer {worst['slowdown'].min():.1f} to "
+            f"{worst['slowdown'].max():.1f} times slower than balanced: {paid.min():.0f} to {paid.max():.0f} % of what the "
+            f"busiest rank's rows would cost in proportion."
+        )
     changes = repeats(frame)
-    sentences.append(
-        f"{len(changes)} configurations were measured twice and differ by {100 * changes['change'].min():+.1f} to "
-        f"{100 * changes['change'].max():+.1f} %: that is the noise floor between allocations."
-    )
-    return verdict(*sentences, f"Windows have not settled: {settling_words(frame)[-1].removeprefix('all: ')}.")
+    if len(changes):
+        sentences.append(
+            f"{len(changes)} configurations were measured twice and differ by {100 * changes['change'].min():+.1f} to "
+            f"{100 * changes['change'].max():+.1f} %: that is the noise floor between allocations."
+        )
+    return verdict(*sentences, f"Windows in time order: {settling_words(frame)[-1].removeprefix('all: ')}.")
 
 
 def slowdowns(frame: pd.DataFrame) -> pd.DataFrame:
@@ -124,22 +126,27 @@ def repeats(frame: pd.DataFrame) -> pd.DataFrame:
 
 def verdict_roofline(frame: pd.DataFrame) -> Html:
     """Return the verdict on the roofs: how near anything comes, which roof is nearest, and what imbalance explains."""
-    if "best_share" not in frame:
-        return verdict("Unknown board: no peak is known, so no percentage can be given.")
+    frame = frame.dropna(subset=["best_share"])
+    if frame.empty:
+        return verdict("Unknown board: the ledger has no peak for it, so no percentage can be given.")
     nearest = ", ".join(f"{name} in {n}" for name, n in frame["nearest"].value_counts().items())
     top = frame.nlargest(1, "best_share").iloc[0]
-    skewed = frame[frame["balance"] < 1].sort_values("tflops").iloc[0]
-    sums = frame[frame["imbalance"] == 1].groupby("precision", sort=False)["overlap"].median()
     median, most = 100 * frame["best_share"].median(), 100 * top["best_share"]
-    peak, ceiling = 100 * skewed["compute_share"], 100 * skewed["ceiling_share"]
+    sentences = [
+        f"The best share of any of the three roofs has median {median:.0f} % and maximum {most:.1f} % ({top['row']}). "
+        f"Nearest roof: {nearest} of {len(frame)} cases."
+    ]
+    for skewed in frame[frame["balance"] < 1].nsmallest(1, "useful_tflops").to_dict("records"):
+        sentences.append(
+            f"Imbalance explains much of the low end: {skewed['row']} reaches {skewed['useful_tflops']:,.0f} TFLOP/s, "
+            f"{100 * skewed['compute_share']:.1f} % of peak, {100 * skewed['ceiling_share']:.0f} % of its balance-adjusted "
+            f"ceiling."
+        )
+    sums = frame[frame["imbalance"] == 1].groupby("precision", sort=False)["overlap"].median()
+    shares = ", ".join(f"{value:.2f} ({key})" for key, value in sums.items())
     return verdict(
-        f"Nothing is near a roof: the best share of any of the three roofs has median {median:.0f} % and maximum {most:.1f} % "
-        f"({top['row']}). Nearest roof: {nearest} of {len(frame)} cases.",
-        f"Imbalance explains the low end: {skewed['row']} reaches {skewed['tflops']:,.0f} TFLOP/s, {peak:.1f} % of peak but "
-        f"{ceiling:.0f} % of its balance-adjusted ceiling.",
-        "At balance the three shares add up to a median of "
-        + ", ".join(f"{value:.2f} ({key})" for key, value in sums.items())
-        + ": as if compute, memory and link hardly overlapped.",
+        *sentences,
+        f"At balance the three shares add up to a median of {shares}; 1 reads as if compute, memory and link took turns.",
     )
 
 
@@ -154,21 +161,33 @@ def caveats_published_losses(frame: pd.DataFrame) -> Html:
         f"the smallest to the largest batch, so they time Python and launches",
         f"anything from three processes where they disagree: half the process range is, in the median, {spread} of the total",
         "that small-batch memory ratios are the loss's: the peak includes the matrix-product workspace",
-        "speed-ups for NT-Xent at 2,048 rows: 2.9.0 ran out of memory there, so only a capability change can be stated",
+        *missing_words(frame),
         "that equal times mean equal answers: the page measures time and memory only",
     )
+
+
+def missing_words(frame: pd.DataFrame) -> list[str]:
+    """Return one sentence per version and status of rows that did not run: there only a capability can be stated."""
+    failed = frame[frame["status"] != "ok"]
+    words = []
+    for (label, status), group in failed.groupby(["label", "status"], sort=False):
+        cases = zip(group["op"], group["precision"], group["N"], strict=True)
+        names = ", ".join(dict.fromkeys(case_name(*case) for case in cases))
+        words.append(f"a speed-up where {label} was {status} ({names}): only a capability change can be stated")
+    return words
 
 
 def caveats_moe(frame: pd.DataFrame) -> Html:
     """Return what the mixture-of-experts source cannot carry."""
     sites = int((frame["mode"] == "training").sum())
+    accepted = int((frame["status"] == "ok").sum())
     return note(
         "Do not conclude",
         f"how EP64 differs from EP32 in training: the two ran at different sites ({sites} training cases in all)",
         "that NVLink and times belong to one run: the counters come from a separate collection",
         "that memory traffic was measured: it is a useful-byte estimate averaged over ranks, idle ones included",
         "that imbalance between experts was tested: it is between ranks only, experts of one rank share alike",
-        "anything about accuracy beyond an acceptance flag, which is true in every case",
+        f"anything about accuracy beyond an acceptance flag, which is true in {accepted} of {len(frame)} cases",
     )
 
 
@@ -186,27 +205,26 @@ def caveats_roofline() -> Html:
 def verdict_loss_roofs(frame: pd.DataFrame) -> Html:
     """Return how near the published loss rows come to the roofs of their boards."""
     sentences = []
-    for gpu, group in frame.groupby("gpu", sort=False):
+    for gpu, group in frame.dropna(subset=["share"]).groupby("gpu", sort=False):
         top = group.nlargest(1, "share").iloc[0]
         sentences.append(
             f"{gpu}: published losses reach {100 * group['share'].median():.2g} % of their nearest roof in the median and "
-            f"{100 * top['share']:.2g} % at most ({top['label']}, {case_name(top['op'], top['precision'], top['N'])}): "
-            f"they time launches and Python, not the board."
+            f"{100 * top['share']:.2g} % at most ({top['label']}, {case_name(top['op'], top['precision'], top['N'])})."
         )
-    return verdict(*sentences)
+    return verdict(*(sentences or ["No published loss row is of a board that the ledger knows."]))
 
 
 def verdict_run_roofs(data: RunData) -> Html:
     """Return how near a run comes to the roofs of its board, or why no percentage can be given."""
-    machine = machine_name(data.run)
-    gpu = match_gpu(machine)
+    machine, gpu = machine_name(data.run), board_of(data.run)
     rates, shares = [], []
     for record in data.records:
         pair = iteration_ms(record, "pair")
-        if pair is not None and record.work is not None:
-            rates.append(record.work.useful_flops / pair / 1e6)
-            if gpu is not None:
-                shares.append(max(least_seconds(record.work, gpu).values()) / pair * 1e3)
+        if pair is None or record.work is None:
+            continue
+        rates.append(record.work.useful_flops / pair / 1e6)
+        if gpu is not None and set(record.work.flops) <= set(gpu.peaks):
+            shares.append(max(least_seconds(record.work, gpu).values()) / pair * 1e3)
     if not rates:
         return verdict(f"{machine}: nothing ran, so there is no rate.")
     best = f"{machine}: the highest useful rate of {data.run.run_id} is {max(rates):,.0f} GFLOP/s"

@@ -8,7 +8,7 @@ from pmlkit import paths
 from pmlkit.errors import PmlkitError
 from pmlkit.report.export import as_text, read_manifest
 from pmlkit.report.load import digest
-from pmlkit.report.render import find_notebook, render
+from pmlkit.report.render import find_notebook, render, report_notebooks
 
 
 def verify(page: Path) -> str:
@@ -17,6 +17,9 @@ def verify(page: Path) -> str:
     Raises PmlkitError if a data file has changed or is missing, or if the rebuilt page differs.
     """
     manifest = read_manifest(page)
+    notebook = find_notebook(manifest["notebook"])
+    if notebook.resolve() not in [path.resolve() for path in report_notebooks()]:
+        raise PmlkitError(f"{page.name} comes from a campaign: verify a page that only reads, such as 90_run_health.html")
     for item in manifest["data"]:
         file = paths.root() / item["file"]
         if not file.is_file():
@@ -25,7 +28,7 @@ def verify(page: Path) -> str:
             raise PmlkitError(f"{page.name}: {item['file']} has changed since the report was made: render the report again")
     given = [f"{name}={as_text(value)}" for name, value in manifest["parameters"].items()]
     with tempfile.TemporaryDirectory() as folder:
-        rebuilt = render(find_notebook(manifest["notebook"]), given, Path(folder)).read_text()
+        rebuilt = render(notebook, given, Path(folder)).read_text()
     original = page.read_text()
     if rebuilt != original:
         lines = difflib.unified_diff(original.splitlines(), rebuilt.splitlines(), "report", "rebuilt", lineterm="", n=0)

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from pmlkit.report.compare import KEYS, count_sentence
-from pmlkit.report.figure import PALETTE, VERDICT_COLOURS, ReportFigure, style
-from pmlkit.report.frames import case_name
+from pmlkit.report.compare import count_sentence
+from pmlkit.report.figure import PALETTE, VERDICT_COLOURS, ReportFigure, nothing, style
+from pmlkit.report.frames import KEYS, case_name
 from pmlkit.stats import geometric_mean
 
 
@@ -23,6 +23,8 @@ class Quantity(NamedTuple):
 def plot_ratios(table: pd.DataFrame, margin: float) -> ReportFigure:
     """Draw the ratio of times, candidate over base, with its interval for every case; a panel a GPU and candidate."""
     panels = list(table.groupby(["gpu", "base", "candidate"], sort=False))
+    if not panels:
+        return nothing("Only one arm ran, so there is no ratio to draw: 0 comparisons.")
     cases = _cases(table)
     with style():
         figure = ReportFigure(figsize=(9.5, 1.3 + 0.26 * len(cases)))
@@ -31,7 +33,7 @@ def plot_ratios(table: pd.DataFrame, margin: float) -> ReportFigure:
             axis.axvspan(1 / (1 + margin), 1 + margin, color="#dddddd", zorder=0)
             axis.axvline(1, color="#888888", linewidth=0.8, zorder=0)
             for row in part.to_dict("records"):
-                _draw_ratio(axis, cases.index((row["op"], row["precision"], row["N"])), row)
+                _draw_ratio(axis, list(cases).index(row["case"]), row)
             axis.set(xscale="log", title=gpu, xlabel=f"time of {candidate} / time of {base}")
             _case_axis(axis, cases)
             _plain_ticks(axis, part[["low", "high"]].to_numpy(dtype=float))
@@ -58,7 +60,7 @@ def plot_values(*quantities: Quantity) -> ReportFigure:
             part = quantity.cells[quantity.cells["gpu"] == gpu]
             for row in part.to_dict("records"):
                 place = labels.index(row["label"])
-                y = cases.index((row["op"], row["precision"], row["N"])) + (place - (len(labels) - 1) / 2) * 0.24
+                y = list(cases).index(row["case"]) + (place - (len(labels) - 1) / 2) * 0.24
                 _draw_value(axis, y, row, PALETTE[place])
             axis.set(xscale="log", title=gpu, xlabel=f"{quantity.what}, {quantity.unit}")
             _case_axis(axis, cases)
@@ -92,14 +94,14 @@ def _draw_value(axis: Axes, y: float, row: dict, colour: str) -> None:
         axis.plot(geometric_mean(row["values"]), y, "o", color=colour, markersize=3.5)
 
 
-def _case_axis(axis: Axes, cases: list[tuple[str, str, int]]) -> None:
-    axis.set_yticks(range(len(cases)), [case_name(*case) for case in cases])
+def _case_axis(axis: Axes, cases: dict[str, str]) -> None:
+    axis.set_yticks(range(len(cases)), list(cases.values()))
     axis.set_ylim(len(cases) - 0.5, -0.5)
 
 
-def _cases(frame: pd.DataFrame) -> list[tuple[str, str, int]]:
-    """Return the cases in order of appearance."""
-    return list(dict.fromkeys(frame[["op", "precision", "N"]].itertuples(index=False, name=None)))
+def _cases(frame: pd.DataFrame) -> dict[str, str]:
+    """Return the name of every case by its id, in order of appearance."""
+    return {row["case"]: case_name(row["op"], row["precision"], row["N"]) for row in frame.to_dict("records")}
 
 
 def _plain_ticks(axis: Axes, values: np.ndarray) -> None:
@@ -138,11 +140,11 @@ def _extremes(group: pd.DataFrame) -> str:
 def _alt_values(cells: pd.DataFrame, labels: list[str]) -> str:
     words = []
     for key, group in cells.groupby(KEYS, sort=False):
-        gpu, *case = key if isinstance(key, tuple) else (key,)
+        gpu, _, op, precision, rows = key
         numbers = [
             f"{label} {geometric_mean(row['values']):.3g}" if row["values"] else f"{label} {row['status']}"
             for label in labels
             for row in group[group["label"] == label].to_dict("records")
         ]
-        words.append(f"{gpu} {case_name(*case)}: {', '.join(numbers)}")
+        words.append(f"{gpu} {case_name(op, precision, rows)}: {', '.join(numbers)}")
     return "; ".join(words) + "."

@@ -3,10 +3,8 @@
 import numpy as np
 import pandas as pd
 
-from pmlkit.report.figure import PALETTE, PIPELINE_MARKERS, PRECISION_COLOURS, ReportFigure, style
+from pmlkit.report.figure import PALETTE, ReportFigure, pipeline_marker, precision_colour, style
 from pmlkit.stats import kendall_tau
-
-_LINE = {"standard": "-", "staged": "--", "mega": "-"}
 
 
 def plot_imbalance(frame: pd.DataFrame) -> ReportFigure:
@@ -20,10 +18,11 @@ def plot_imbalance(frame: pd.DataFrame) -> ReportFigure:
             part = frame[(frame["mode"] == mode) & (frame["ep"] == ep)]
             for (precision, pipeline), line in part.groupby(["precision", "pipeline"], sort=False):
                 line = line.sort_values("imbalance")
+                look = {"marker": pipeline_marker(pipeline), "color": precision_colour(precision), "markersize": 5}
+                dash = "--" if pipeline == "staged" else "-"
                 axis.plot(
-                    line["imbalance"], line["useful_tflops"], _LINE[pipeline], marker=PIPELINE_MARKERS[pipeline],
-                    color=PRECISION_COLOURS[precision], markersize=5, linewidth=1.2, label=f"{precision} {pipeline}",
-                )  # fmt: skip
+                    line["imbalance"], line["useful_tflops"], dash, label=f"{precision} {pipeline}", linewidth=1.2, **look
+                )
             axis.set(xscale="log", yscale="log", title=f"{mode}, EP {ep}", xlabel="imbalance (max / mean rows)")
             axis.set_xticks(sorted(part["imbalance"].unique()), [f"{i:g}" for i in sorted(part["imbalance"].unique())])
             axis.set_xticks([], minor=True)
@@ -31,7 +30,7 @@ def plot_imbalance(frame: pd.DataFrame) -> ReportFigure:
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     lines = (f"{r.row} {r.useful_tflops:,.0f}" for r in frame.itertuples())
-    figure.alt = "Useful TFLOP/s per GPU against imbalance, width 3,072: " + "; ".join(lines) + "."
+    figure.alt = "Useful TFLOP/s per GPU against imbalance: " + "; ".join(lines) + "."
     return figure
 
 
@@ -46,13 +45,13 @@ def plot_pipelines(frame: pd.DataFrame) -> ReportFigure:
         for row in part.to_dict("records"):
             place = kinds.index((row["precision"], row["pipeline"]))
             y = groups.index((row["mode"], row["ep"], row["width"])) + (place - 1.5) * 0.16
-            colour, rate = PRECISION_COLOURS[row["precision"]], row["useful_tflops"] * row["layer_ms"]
+            colour, rate = precision_colour(row["precision"]), row["useful_tflops"] * row["layer_ms"]
             axis.plot([rate / row["high_ms"], rate / row["low_ms"]], [y, y], color=colour, linewidth=1)
-            axis.plot(row["useful_tflops"], y, PIPELINE_MARKERS[row["pipeline"]], color=colour, mfc="none", markersize=5)
+            axis.plot(row["useful_tflops"], y, pipeline_marker(row["pipeline"]), color=colour, mfc="none", markersize=5)
         axis.set_yticks(range(len(groups)), [f"{mode} EP{ep} F={width:,}" for mode, ep, width in groups])
         axis.set_ylim(len(groups) - 0.5, -0.5)
         axis.set(xlim=(0, None), xlabel="useful TFLOP/s per GPU (line: range of windows)")
-        handles = [axis.plot([], [], PIPELINE_MARKERS[p], color=PRECISION_COLOURS[k], mfc="none")[0] for k, p in kinds]
+        handles = [axis.plot([], [], pipeline_marker(p), color=precision_colour(k), mfc="none")[0] for k, p in kinds]
         figure.legend(handles, [f"{k} {p}" for k, p in kinds], loc="outside lower center", ncols=len(kinds))
     lines = (f"{r.row} {r.useful_tflops:,.0f}" for r in part.itertuples())
     figure.alt = "Useful TFLOP/s per GPU of the balanced cases: " + "; ".join(lines) + "."
@@ -71,7 +70,7 @@ def plot_arena(frame: pd.DataFrame) -> ReportFigure:
         axis.plot(part["allocated_gib"], places, "k|", markersize=10, label="allocator peak (other tensors included)")
         axis.set_yticks(places, [f"{r.mode} EP{r.ep} {r.precision} {r.pipeline}" for r in part.itertuples()], fontsize=7)
         axis.set_ylim(len(part) - 0.5, -0.5)
-        axis.set(xlabel="GiB per rank", title="Memory arena, width 3,072")
+        axis.set(xlabel="GiB per rank", title="Memory arena of the balanced cases")
         figure.legend(loc="outside lower center", ncols=3)
     lines = (
         f"{r.row} slot {r.slot_gib:.2f}, scratch {r.scratch_gib:.2f}, peak {r.allocated_gib:.2f}" for r in part.itertuples()
@@ -89,7 +88,7 @@ def plot_settling(frame: pd.DataFrame) -> ReportFigure:
         for axis, precision in zip(axes, precisions, strict=True):
             for windows in frame.loc[frame["precision"] == precision, "windows"]:
                 change = [100 * (value / windows[0] - 1) for value in windows]
-                axis.plot(range(1, len(windows) + 1), change, color=PRECISION_COLOURS[precision], linewidth=0.8, alpha=0.6)
+                axis.plot(range(1, len(windows) + 1), change, color=precision_colour(precision), linewidth=0.8, alpha=0.6)
             axis.axhline(0, color="#444444", linewidth=0.8)
             axis.set(title=f"{precision}", xlabel="window")
         axes[0].set_ylabel("layer time against first window, %")

@@ -3,14 +3,14 @@
 import numpy as np
 import pandas as pd
 
-from pmlkit.report.figure import PALETTE, ReportFigure, style
+from pmlkit.report.figure import PALETTE, ReportFigure, nothing, style
 from pmlkit.report.frames import case_name
 
 
 def plot_order(frame: pd.DataFrame) -> ReportFigure:
     """Draw each process's pair time relative to the median of its case and arm, in the order in which they ran."""
     ok = frame[frame["status"] == "ok"].copy()
-    centre = ok.groupby(["case_id", "label"])["pair_ms"].transform("median")
+    centre = ok.groupby(["case", "label"])["pair_ms"].transform("median")
     ok["change"] = 100 * (ok["pair_ms"] / centre - 1)
     failed = frame[frame["status"] != "ok"]
     with style():
@@ -35,9 +35,10 @@ def plot_order(frame: pd.DataFrame) -> ReportFigure:
 def plot_phases(frame: pd.DataFrame) -> ReportFigure:
     """Draw forward and backward, each timed on its own, as stacked bars in percent of the pair, per case and arm."""
     columns = ["forward_ms", "backward_ms", "pair_ms"]
-    table = (
-        frame[frame["status"] == "ok"].groupby(["op", "precision", "N", "label"], sort=False)[columns].median().reset_index()
-    )
+    keys = ["case", "op", "precision", "N", "label"]
+    table = frame[frame["status"] == "ok"].groupby(keys, sort=False)[columns].median().reset_index()
+    if table.empty:
+        return nothing("No process is ok, so there is no time to divide: 0 cases.")
     forward, backward = (100 * table[name] / table["pair_ms"] for name in columns[:2])
     places = np.arange(len(table))
     names = [f"{case_name(r['op'], r['precision'], r['N'])}, {r['label']}" for r in table.to_dict("records")]

@@ -29,14 +29,15 @@ def table_published(frame: pd.DataFrame) -> Table:
 
 def table_measured(frame: pd.DataFrame, key: str) -> Table:
     """Return what a run measured: one row a case and arm, medians over processes and the range of the pair."""
-    groups = frame.groupby(["op", "precision", "N", "label", "version"], sort=False)
+    groups = frame.groupby(["case", "op", "precision", "N", "gpu", "label", "version"], sort=False)
     rows = []
-    for (*case, label, version), group in groups:
+    for (_, *case, gpu, label, version), group in groups:
         ok = group[group["status"] == "ok"]
         failed = group[group["status"] != "ok"]
         rows.append(
             {
                 "case": case_name(*case),
+                "measured on": gpu,
                 "arm": label,
                 "version": version,
                 "status": "ok" if failed.empty else failed["status"].mode()[0],
@@ -59,11 +60,11 @@ def table_verdicts(table: pd.DataFrame, key: str, caption: str) -> Table:
     shown = pd.DataFrame(
         {
             "case": _names(table),
-            "GPU": table["gpu"],
+            "measured on": table["gpu"],
             "base": table["base"],
             "candidate": table["candidate"],
-            "base, ms": table["base_ms"],
-            "candidate, ms": table["candidate_ms"],
+            "base, ms (geometric mean)": table["base_ms"],
+            "candidate, ms (geometric mean)": table["candidate_ms"],
             "time ratio": table["ratio"],
             "95 % interval": [_interval(*ends) for ends in zip(table["low"], table["high"], strict=True)],
             "adjusted p": table["q"],
@@ -71,7 +72,8 @@ def table_verdicts(table: pd.DataFrame, key: str, caption: str) -> Table:
             "status change": table["change"].replace("", None),
         }
     )
-    formats = {"base, ms": ".3g", "candidate, ms": ".3g", "time ratio": ".3g", "adjusted p": ".2g"}
+    means = ("base, ms (geometric mean)", "candidate, ms (geometric mean)")
+    formats = dict.fromkeys(means, ".3g") | {"time ratio": ".3g", "adjusted p": ".2g"}
     return Table(shown, key, caption, formats, _STATUS)
 
 

@@ -66,7 +66,7 @@ def table_shares(frame: pd.DataFrame) -> Table:
     shares = {f"{name}_share": title for name, title in (("compute", "of compute"), ("hbm", "of HBM"), ("nvlink", "of NVLink"))}
     shown = _named(
         frame,
-        tflops="useful TFLOP/s",
+        useful_tflops="useful TFLOP/s",
         intensity="FLOP/byte",
         **shares,
         nearest="nearest roof",

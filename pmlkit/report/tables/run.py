@@ -5,10 +5,8 @@ import pandas as pd
 from pmlkit import campaign, paths, registry
 from pmlkit.errors import PmlkitError
 from pmlkit.record import read_run
-from pmlkit.release import read_published
-from pmlkit.report.compare import compare
-from pmlkit.report.load import RunData
-from pmlkit.report.page import Table
+from pmlkit.report.load import RunData, digest, load_any_source, shown
+from pmlkit.report.page import Table, note_data
 
 
 def table_statuses(data: RunData) -> Table:
@@ -21,7 +19,7 @@ def table_statuses(data: RunData) -> Table:
 def table_failures(data: RunData) -> Table:
     """Return every process that is not ok or is flagged, with its reason."""
     bad = data.frame[(data.frame["status"] != "ok") | (data.frame["flags"] != "")]
-    columns = {"order": "order", "case_id": "case", "label": "arm", "status": "status", "flags": "flags", "reason": "reason"}
+    columns = {"order": "order", "case": "case", "label": "arm", "status": "status", "flags": "flags", "reason": "reason"}
     return Table(
         bad[list(columns)].rename(columns=columns), "failures", "Processes that are not ok, or flagged", {}, ("status",)
     )
@@ -29,11 +27,7 @@ def table_failures(data: RunData) -> Table:
 
 def table_control(data: RunData) -> Table:
     """Return the A/A control: one subject under two arms, whose verdicts must not be `faster` or `slower`."""
-    rows = [
-        compare(data.cells, first, second, data.margin).assign(arms=f"{first} / {second}") for first, second in data.controls
-    ]
-    empty = pd.DataFrame(columns=["op", "precision", "N", "arms", "ratio", "low", "high", "verdict"])
-    table = pd.concat(rows, ignore_index=True) if rows else empty
+    table = data.control.assign(arms=data.control["base"] + " / " + data.control["candidate"])
     columns = {
         "arms": "arms",
         "op": "op",
@@ -50,7 +44,7 @@ def table_control(data: RunData) -> Table:
 
 def table_checks(data: RunData) -> Table:
     """Return the answer check of every case and arm: the largest error against its limit."""
-    grouped = data.frame.dropna(subset=["limit"]).groupby(["op", "precision", "N", "label"], sort=False)
+    grouped = data.frame.dropna(subset=["limit"]).groupby(["case", "op", "precision", "N", "label"], sort=False)
     table = grouped.agg(error=("error", "max"), limit=("limit", "max")).reset_index()
     table["share"] = table["error"] / table["limit"]
     shown = table.rename(columns={"label": "arm", "N": "batch", "share": "of limit"})
@@ -76,13 +70,16 @@ def table_runs() -> Table:
             rows.append({"run": name, "campaign": None, "started": None, "records": None, "note": str(error)})
             continue
         ok = sum(record.status == "ok" for record in lines.records)
+        file = folder / "records.jsonl"
+        if file.is_file():
+            note_data("run on this machine", run.run_id, shown(file, run.run_id), digest(file))
         rows.append(
             {
                 "run": name,
                 "campaign": run.campaign,
                 "started": run.started_at,
                 "records": f"{ok} ok of {len(lines.records)}, {run.planned} planned",
-                "note": "sample data" if run.sample else (run.note or None),
+                "note": "sample data" if run.sample else None,
             }
         )
     return Table(pd.DataFrame(rows, columns=["run", "campaign", "started", "records", "note"]), "runs", "Runs on this machine")
@@ -92,7 +89,7 @@ def table_sources() -> Table:
     """Return the published sources with their record counts, method and limits."""
     rows = []
     for key, source in registry.SOURCES.items():
-        records = read_published(key).records
+        records = load_any_source(key).records
         ok = sum(record.status == "ok" for record in records)
         rows.append(
             {
