@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("default"),  # compilers and drivers warn about matters that are not ours
 ]
-NANOSECONDS = 5_000_000
+NANOSECONDS = 20_000_000  # long against a launch on a slow host, which takes 0.1 ms on the device time line
 
 
 def sleeper():
@@ -43,7 +43,7 @@ def sleeper():
 
 @pytest.mark.parametrize("times", [1, 10])
 def test_a_device_sleep_of_known_length(times: int) -> None:
-    """5 ms on the device are timed within 2 % by events, by the wall around a synchronisation, and by graph replay."""
+    """20 ms on the device are timed within 2 % by events, by the wall around a synchronisation, and by graph replay."""
     work = sleeper()
     seen = EventClock().total(work, times)
     graph = torch.cuda.CUDAGraph()
