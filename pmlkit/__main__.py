@@ -97,6 +97,24 @@ def _verify(given: argparse.Namespace) -> int:
     return 0
 
 
+def _compare(given: argparse.Namespace) -> int:
+    """Print the verdict table of two arms; status 1 if `--fail-on` names anything in it."""
+    from pmlkit.report.gate import gate, read_margin
+
+    words = [word for word in given.fail_on.split(",") if word]
+    found = gate(given.run, given.base, given.candidate, read_margin(given.margin), words)
+    print(found.show(given.format))
+    return 1 if len(found.failing) else 0
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    """Print what this machine can measure and why not the rest."""
+    from pmlkit.bench.doctor import examine
+
+    _print("this machine", ["thing", "", "detail"], [[f.thing, "yes" if f.able else "no", f.detail] for f in examine()])
+    return 0
+
+
 def _seconds(text: str | None) -> float | None:
     """Read a duration: `90`, `90s`, `20m` or `1h`. Raises PmlkitError for anything else."""
     if text is None:
@@ -149,6 +167,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--mode", default="training", help="training or inference (default training)")
     command.add_argument("--capacity-factor", type=float, default=8.0, help="default 8")
     command.set_defaults(command=_plan)
+
+    command = commands.add_parser("compare", help="verdict table of two arms of a run, for continuous integration")
+    command.add_argument("base")
+    command.add_argument("candidate")
+    command.add_argument("--run", default="latest", help="default latest")
+    command.add_argument("--margin", help="2%% or 0.02; default: the run's own, at least 2%%")
+    command.add_argument("--fail-on", default="", metavar="WORDS", help="verdicts, wrong, broken; separated by commas")
+    command.add_argument("--format", choices=("text", "markdown", "json"), default="text")
+    command.set_defaults(command=_compare)
+
+    command = commands.add_parser("doctor", help="what this machine can measure and why not the rest")
+    command.set_defaults(command=_doctor)
 
     command = commands.add_parser("verify", help="rebuild a report from its records and compare")
     command.add_argument("page")

@@ -124,7 +124,7 @@ CAMPAIGNS = {
             arms=_CPU_ARMS,
             baseline="pml",
             replicates=3,
-            protocol=msgspec.structs.replace(_CPU_PROTOCOL, warmup=1, timeout_s=600.0),
+            protocol=msgspec.structs.replace(_CPU_PROTOCOL, warmup=1, timeout_s=1200.0),
         ),
         Campaign(
             name="losses-page",
