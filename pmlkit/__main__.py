@@ -48,9 +48,8 @@ def _run(given: argparse.Namespace) -> int:
     from pmlkit.bench.runner import run_campaign
     from pmlkit.record import read_run
 
-    resume = paths.find_run(given.resume) if given.resume else None
     plan = campaign.campaign(given.campaign)
-    folder = run_campaign(plan, seed=given.seed, budget_s=_seconds(given.budget), resume=resume)
+    folder = run_campaign(plan, seed=given.seed, budget_s=_seconds(given.budget), resume=given.resume)
     run, lines = read_run(folder)
     ok = sum(record.status == "ok" for record in lines.records)
     print(f"{paths.relative(folder)}: {run.planned} planned, {len(lines.records)} recorded, {ok} ok")
@@ -147,7 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("campaign")
     command.add_argument("--seed", type=int, default=0, help="of the order of cases and arms (default 0)")
     command.add_argument("--budget", help="stop cleanly after this time: 90s, 20m, 1h")
-    command.add_argument("--resume", metavar="RUN", help="go on with an interrupted run: its missing processes only")
+    command.add_argument(
+        "--resume", default="", metavar="RUN", help="go on with an interrupted run: its missing processes only"
+    )
     command.set_defaults(command=_run)
 
     command = commands.add_parser("report", help="execute a notebook strictly and export it as HTML")

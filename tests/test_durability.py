@@ -68,7 +68,7 @@ def test_a_killed_runner_loses_only_the_case_in_flight(tmp_path: Path) -> None:
     folder = start_and_kill(tmp_path, after=3)
     before = records(folder)
     assert 3 <= len(before) < 8
-    assert runner.run_campaign(PLAN, resume=folder) == folder
+    assert runner.run_campaign(PLAN, resume=str(folder)) == folder
     after = records(folder)
     assert after[: len(before)] == before
     assert len(after) == len({record.key for record in after}) == 8
@@ -79,7 +79,7 @@ def test_resuming_a_complete_run_does_nothing(tmp_path: Path) -> None:
     """A finished run has nothing missing; its file is not touched."""
     folder = runner.run_campaign(PLAN)
     content = (folder / "records.jsonl").read_bytes()
-    runner.run_campaign(PLAN, resume=folder)
+    runner.run_campaign(PLAN, resume=str(folder))
     assert (folder / "records.jsonl").read_bytes() == content
 
 
@@ -88,7 +88,7 @@ def test_a_torn_line_is_run_again(tmp_path: Path) -> None:
     folder = runner.run_campaign(PLAN)
     path = folder / "records.jsonl"
     path.write_bytes(path.read_bytes()[:-40])
-    runner.run_campaign(PLAN, resume=folder)
+    runner.run_campaign(PLAN, resume=str(folder))
     _, lines = read_run(folder)
     assert len(lines.records) == 8
     assert [problem.line for problem in lines.problems] == [8]
@@ -98,7 +98,7 @@ def test_two_runners_on_one_folder_are_refused(tmp_path: Path) -> None:
     """While one runner holds the folder another gets a clear error; afterwards it may go on."""
     folder = runner.run_campaign(PLAN, budget_s=0.0)
     with runner.locked(folder), pytest.raises(PmlkitError, match="being written by another process"):
-        runner.run_campaign(PLAN, resume=folder)
+        runner.run_campaign(PLAN, resume=str(folder))
     with runner.locked(folder):
         pass
 
@@ -120,7 +120,7 @@ def test_a_full_disk_is_a_clear_stop(tmp_path: Path) -> None:
     _, lines = read_run(folder)
     assert lines.problems == []
     assert 0 < len(lines.records) < 8
-    runner.run_campaign(PLAN, resume=folder)
+    runner.run_campaign(PLAN, resume=str(folder))
     assert len(records(folder)) == 8
 
 
@@ -152,7 +152,7 @@ def test_another_plan_cannot_resume(change, message: str) -> None:
     """A run goes on only with the campaign it was started with."""
     folder = runner.run_campaign(PLAN, budget_s=0.0)
     with pytest.raises(PmlkitError, match=message):
-        runner.run_campaign(change(PLAN), resume=folder)
+        runner.run_campaign(change(PLAN), resume=str(folder))
 
 
 def test_another_machine_cannot_resume(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_another_machine_cannot_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     real = runner.environment.describe()
     monkeypatch.setattr(runner.environment, "describe", lambda: real | {"packages": {"torch": "9.9"}})
     with pytest.raises(PmlkitError, match="its packages was"):
-        runner.run_campaign(PLAN, resume=folder)
+        runner.run_campaign(PLAN, resume=str(folder))
 
 
 def test_a_clock_that_goes_backwards_is_a_timer_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,15 +21,19 @@ from pmlkit.record import Record, Run, read_run
 from pmlkit.registry import loss_work
 
 
-def run_campaign(campaign: Campaign, *, seed: int = 0, budget_s: float | None = None, resume: Path | None = None) -> Path:
+def run_campaign(campaign: Campaign, *, seed: int = 0, budget_s: float | None = None, resume: str = "") -> Path:
     """Run every job of the campaign that the run folder does not hold yet, and return the folder.
 
     budget_s: stop cleanly between two cases once this many seconds have passed; what was recorded stays.
-    resume: an interrupted run of the same campaign; only its missing jobs run, in its own order.
+    resume: name of an interrupted run of the same campaign; only its missing jobs run, in its own order.
     Raises PmlkitError if the folder cannot be made or is in use, or if the run to resume is of another plan or machine.
     """
-    run = start_run(campaign, seed, budget_s) if resume is None else resume_run(campaign, resume)
-    folder = resume or paths.runs() / run.run_id
+    if resume:
+        folder = paths.find_run(resume)
+        run = resume_run(campaign, folder)
+    else:
+        run = start_run(campaign, seed, budget_s)
+        folder = paths.runs() / run.run_id
     with locked(folder):
         done = {record.key for record in read_run(folder)[1].records}
         jobs = [job for job in expand(campaign, run.seed) if job_key(job) not in done]
