@@ -14,20 +14,20 @@ from pmlkit.campaign import Protocol, loss_case
 from pmlkit.losses.bind import Bound, bind_reference, make_inputs
 from pmlkit.record import Timer
 
-PROTOCOL = Protocol(name="test", blocks=3, block_s=0.02, warmup=4, warmup_s=0.01)
+PROTOCOL = Protocol(name="test", blocks=3, block_s=0.1, warmup=4, warmup_s=0.01)
 
 
 class Sleep(torch.autograd.Function):
-    """Takes 5 ms forward and 10 ms backward."""
+    """Takes 20 ms forward and 40 ms backward: long against what a busy machine adds to a sleep."""
 
     @staticmethod
     def forward(ctx, x):
-        time.sleep(0.005)
+        time.sleep(0.020)
         return x.sum()
 
     @staticmethod
     def backward(ctx, *grads):
-        time.sleep(0.010)
+        time.sleep(0.040)
         return grads[0].expand(4)
 
 
@@ -37,10 +37,10 @@ def sleeper() -> Bound:
 
 
 def test_known_durations_are_found() -> None:
-    """A pair of 5 + 10 ms is timed as such, each phase on its own; a sleep only overshoots, so the fastest block decides."""
-    samples = time_phases(sleeper(), 4, 3, WallClock())
-    for phase, expected in (("forward", 5), ("backward", 10), ("pair", 15)):
-        fastest = min(ranks[0] for ranks in samples[phase]) / 4 / 1e6
+    """A pair of 20 + 40 ms is timed as such, each phase on its own; a sleep only overshoots, so the fastest block decides."""
+    samples = time_phases(sleeper(), 2, 3, WallClock())
+    for phase, expected in (("forward", 20), ("backward", 40), ("pair", 60)):
+        fastest = min(ranks[0] for ranks in samples[phase]) / 2 / 1e6
         assert expected <= fastest < 1.3 * expected, (phase, fastest)
 
 
@@ -51,7 +51,7 @@ def test_inner_iterations_do_not_change_the_time_of_one() -> None:
 
 
 def test_warm_up_reaches_count_and_seconds_and_sizes_the_block() -> None:
-    """Warm-up runs at least the asked count and time; 15 ms pairs need two iterations for a 20 ms block."""
+    """Warm-up runs at least the asked count and time; 60 ms pairs need two iterations for a 100 ms block."""
     timer = warm_up(sleeper(), PROTOCOL, WallClock())
     assert timer.warmup >= PROTOCOL.warmup
     assert timer.warmup_s >= PROTOCOL.warmup_s
