@@ -26,7 +26,6 @@ class Protocol(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"] = "cpu"
     inner: int | None = None
     block_s: float = 0.03
-    cache: Literal["as-in-loop", "hot", "cold", "rotating"] = "as-in-loop"
     threads: int = 1
     timeout_s: float = 120.0
 

@@ -155,6 +155,14 @@ def test_another_plan_cannot_resume(change, message: str) -> None:
         runner.run_campaign(change(PLAN), resume=str(folder))
 
 
+def test_other_cases_cannot_resume() -> None:
+    """A plan of equal name and size but other cases is refused: its records would be mixed with strangers."""
+    folder = runner.run_campaign(PLAN)
+    other = msgspec.structs.replace(PLAN, cases=tuple(loss_case(op, 24, "fp32") for op in ("contrastive", "ntxent")))
+    with pytest.raises(PmlkitError, match="8 records of another plan"):
+        runner.run_campaign(other, resume=str(folder))
+
+
 def test_another_machine_cannot_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run never mixes two machines or two sets of packages."""
     folder = runner.run_campaign(PLAN, budget_s=0.0)

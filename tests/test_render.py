@@ -9,6 +9,7 @@ import pytest
 from pmlkit import paths
 from pmlkit.__main__ import main
 from pmlkit.errors import PmlkitError
+from pmlkit.report.export import read_manifest
 from pmlkit.report.render import render
 from pmlkit.report.verify import verify
 from tests import sample_run
@@ -121,6 +122,8 @@ def test_no_page_or_notebook_names_a_folder(tmp_path: Path) -> None:
     """A run given as a folder is shown by its id in page, footer and manifest; the executed copy holds no paths."""
     sample_run.write(tmp_path / "secret-place")
     out = tmp_path / "out"
-    page = render(paths.notebooks() / "90_run_health.ipynb", [f"run={tmp_path / 'secret-place'}"], out)
-    assert "secret-place" not in page.read_text()
+    for name in ("00_start_here", "90_run_health"):
+        page = render(paths.notebooks() / f"{name}.ipynb", [f"run={tmp_path / 'secret-place'}"], out)
+        assert "secret-place" not in page.read_text()
+        assert read_manifest(page)["parameters"] == {"run": sample_run.RUN_ID}
     assert "papermill" not in json.loads((out / "90_run_health.ipynb").read_text())["metadata"]

@@ -80,20 +80,22 @@ def start_run(campaign: Campaign, seed: int, budget_s: float | None) -> Run:
 
 
 def resume_run(campaign: Campaign, folder: Path) -> Run:
-    """Return the head of a run to go on with. Raises PmlkitError if its plan, machine or packages are not today's.
+    """Return the head of a run to go on with. Raises PmlkitError if its plan, machine, packages or commit are not today's.
 
     Mixing two machines or two versions in one run would make its comparisons worthless.
     """
-    run, _ = read_run(folder)
+    run, lines = read_run(folder)
     now = environment.describe()
-    planned = sum(1 for _ in expand(campaign, run.seed))
+    keys = {job_key(job) for job in expand(campaign, run.seed)}
     for what, then, today in (
         ("campaign", run.campaign, campaign.name),
-        ("number of planned processes", run.planned, planned),
-        *((name, run.environment.get(name), now[name]) for name in ("host", "cpu", "gpus", "packages")),
+        ("number of planned processes", run.planned, len(keys)),
+        *((name, run.environment.get(name), now[name]) for name in ("host", "cpu", "gpus", "packages", "git")),
     ):
         if then != today:
             raise PmlkitError(f"cannot resume {run.run_id}: its {what} was {then}, now it is {today}; start a new run")
+    if strange := {record.key for record in lines.records} - keys:
+        raise PmlkitError(f"cannot resume {run.run_id}: it holds {len(strange)} records of another plan; start a new run")
     return run
 
 

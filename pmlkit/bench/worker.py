@@ -68,7 +68,7 @@ def prepare(job: Job) -> Any:
 
     torch.set_num_threads(job.protocol.threads)
     if job.protocol.device == "cuda":
-        torch.zeros(1, device="cuda")  # the context takes a second
+        torch.zeros(1, device="cuda")  # the context, 0.1 to 0.4 s on one H200
     for module in subject.imports:
         import_module(module)
     return resolve(subject.bind)

@@ -17,6 +17,7 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from pmlkit import __version__, paths
 from pmlkit.errors import PmlkitError
 from pmlkit.report.figure import data_uri
+from pmlkit.report.page import RUN_KINDS
 
 TEMPLATES = Path(str(files("pmlkit") / "report" / "template"))
 LIMIT_BYTES = 3_000_000
@@ -29,7 +30,8 @@ def export_html(executed: Path, page: Path, values: dict[str, Any], complete: di
     """
     notebook = nbformat.read(executed, as_version=4)
     title = next((line[2:] for c in notebook.cells for line in c.source.splitlines() if line.startswith("# ")), page.stem)
-    public = values | ({"run": complete["data"][-1]["name"]} if is_folder(values.get("run", "")) else {})
+    loaded = next((item["name"] for item in complete["data"] if item["kind"] in RUN_KINDS), "")
+    public = values | ({"run": loaded} if is_folder(values.get("run", "")) else {})
     manifest = {
         "notebook": page.stem,
         "title": title,

@@ -17,7 +17,7 @@ from pmlkit.record import Record, Run, read_run
 from pmlkit.release import PublishedRecord, published_file, read_published
 from pmlkit.report.compare import compare_all, floor_of
 from pmlkit.report.frames import cells_measured, frame_moe, frame_published_losses, frame_records, machine_name
-from pmlkit.report.page import Html, note_data
+from pmlkit.report.page import RUN_KINDS, Html, note_data
 from pmlkit.stats import LEAST_MARGIN
 
 
@@ -125,7 +125,7 @@ def load_run(name: str) -> RunData:
     if (repeats := len(lines.records) - len(records)) > 0:
         problems.append(Problem(paths.relative(file), 0, f"{repeats} records repeat an earlier one and are not used"))
     used = [record for record in lines.records if records[record.key] is record]
-    note_data("sample data" if run.sample else "measured data", run.run_id, shown(file, run.run_id), digest(file))
+    note_data(RUN_KINDS[run.sample], run.run_id, shown(file, run.run_id), digest(file))
     return RunData(name, folder, run, used, problems, frame_records(run, used))
 
 

@@ -11,13 +11,16 @@ import pandas as pd
 
 SENTINEL = "application/vnd.pmlkit.complete+json"
 
+# Kinds of data that the run parameter can mean: measured, and invented.
+RUN_KINDS = ("measured data", "sample data")
+
 _shown: Counter[str] = Counter()
 _data: dict[str, dict[str, str]] = {}
 
 
 def note_data(kind: str, name: str, file: str, sha256: str) -> None:
-    """Note which data a page is made from, for the sentinel and so for the page's manifest."""
-    _data[file] = {"kind": kind, "name": name, "file": file, "sha256": sha256}
+    """Note which data a page is made from, for the page's manifest; the first note of a file stands."""
+    _data.setdefault(file, {"kind": kind, "name": name, "file": file, "sha256": sha256})
 
 
 def count_shown(kind: str) -> None:

@@ -11,19 +11,16 @@ from pmlkit.work import Work
 RESOURCES = ("compute", "hbm", "nvlink")
 
 
-def least_seconds(work: Work, gpu: Gpu, wire_bytes: float | None = None) -> dict[str, float]:
+def least_seconds(work: Work, gpu: Gpu) -> dict[str, float]:
     """Return the least time each resource needs, in seconds: no case can be faster than the largest of them.
 
-    compute: each precision's operations at that precision's own peak, added. hbm: bytes at the memory rate. nvlink:
-    `wire_bytes` per direction at the link rate, absent where nothing is sent. Raises PmlkitError for a missing peak.
+    compute: each precision's operations at that precision's own peak, added. hbm: bytes at the memory rate.
+    Raises PmlkitError for a missing peak.
     """
-    bounds = {
+    return {
         "compute": sum(flops / (gpu.peak(key).value * 1e12) for key, flops in work.flops.items()),
         "hbm": work.hbm_bytes / (gpu.peak("hbm").value * 1e9),
     }
-    if wire_bytes:
-        bounds["nvlink"] = wire_bytes / (gpu.peak("nvlink").value * 1e9)
-    return bounds
 
 
 def ridge(gpu: Gpu, precision: str, resource: str = "hbm") -> float:
