@@ -9,6 +9,7 @@ from pathlib import Path
 from pmlkit import campaign, paths, registry
 from pmlkit.errors import PmlkitError
 from pmlkit.hardware import gpus
+from pmlkit.protocol import PROTOCOLS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,13 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _list(given: argparse.Namespace) -> int:
     """Print the registries as tables."""
-    plans = [
-        [plan.name, str(len(plan.cases)), str(len(plan.cases) * len(plan.arms) * plan.replicates), plan.question]
-        for plan in campaign.CAMPAIGNS.values()
-    ]
+    plans = [[plan.name, str(len(plan.cases)), str(plan.planned), plan.question] for plan in campaign.CAMPAIGNS.values()]
     _print("campaigns", ["name", "cases", "processes", "question"], plans)
     _print("subjects", ["key", "version", "ops"], [[s.key, s.version, ", ".join(s.ops)] for s in registry.SUBJECTS.values()])
     _print("ops", ["key", "title", "phases"], [[o.key, o.title, ", ".join(o.phases)] for o in registry.OPS.values()])
+    rows = [[p.name, p.device, f"{p.processes}-{p.most}", f"{p.blocks}", p.cache] for p in PROTOCOLS.values()]
+    _print("protocols", ["name", "device", "processes", "blocks", "cache"], rows)
     _print("published sources", ["key", "title"], [[s.key, s.title] for s in registry.SOURCES.values()])
     _print("boards", ["key", "title", "peaks"], [[g.key, g.title, ", ".join(g.peaks)] for g in gpus().values()])
     _print("notebooks", ["name"], [[p.name] for p in sorted(paths.notebooks().glob("*.ipynb"))])
@@ -45,11 +45,13 @@ def _list(given: argparse.Namespace) -> int:
 
 def _run(given: argparse.Namespace) -> int:
     """Run a campaign and print where its records are."""
-    from pmlkit.bench.runner import run_campaign
-    from pmlkit.record import read_run
+    from pmlkit.bench.runner import check_statuses, run_campaign
+    from pmlkit.releases import prepare
+    from pmlkit.run import read_run
 
-    plan = campaign.campaign(given.campaign)
-    folder = run_campaign(plan, seed=given.seed, budget_s=_seconds(given.budget), resume=given.resume)
+    plan = prepare(given.campaign, given.protocol, given.pml)
+    retry = check_statuses(given.retry)
+    folder = run_campaign(plan, seed=given.seed, budget_s=_seconds(given.budget), resume=given.resume, retry=retry)
     run, lines = read_run(folder)
     ok = sum(record.status == "ok" for record in lines.records)
     print(f"{paths.relative(folder)}: {run.planned} planned, {len(lines.records)} recorded, {ok} ok")
@@ -100,8 +102,7 @@ def _compare(given: argparse.Namespace) -> int:
     """Print the verdict table of two arms; status 1 if `--fail-on` names anything in it."""
     from pmlkit.report.gate import gate, read_margin
 
-    words = [word for word in given.fail_on.split(",") if word]
-    found = gate(given.run, given.base, given.candidate, read_margin(given.margin), words)
+    found = gate(given.run, given.base, given.candidate, read_margin(given.margin), given.fail_on)
     print(found.show(given.format))
     return 1 if len(found.failing) else 0
 
@@ -112,6 +113,10 @@ def _doctor(given: argparse.Namespace) -> int:
 
     _print("this machine", ["thing", "", "detail"], [[f.thing, "yes" if f.able else "no", f.detail] for f in examine()])
     return 0
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
 
 
 def _seconds(text: str | None) -> float | None:
@@ -142,14 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("list", help="registries as tables")
     command.set_defaults(command=_list)
 
-    command = commands.add_parser("run", help="run a campaign")
-    command.add_argument("campaign")
-    command.add_argument("--seed", type=int, default=0, help="of the order of cases and arms (default 0)")
-    command.add_argument("--budget", help="stop cleanly after this time: 90s, 20m, 1h")
-    command.add_argument(
-        "--resume", default="", metavar="RUN", help="go on with an interrupted run: its missing processes only"
-    )
-    command.set_defaults(command=_run)
+    _run_parser(commands.add_parser("run", help="run a campaign"))
 
     command = commands.add_parser("report", help="execute a notebook strictly and export it as HTML")
     command.add_argument("notebook", nargs="?", help="path, file name or stem")
@@ -174,7 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("candidate")
     command.add_argument("--run", default="latest", help="default latest")
     command.add_argument("--margin", help="2%% or 0.02; default: the run's own, at least 2%%")
-    command.add_argument("--fail-on", default="", metavar="WORDS", help="verdicts, wrong, broken; separated by commas")
+    command.add_argument(
+        "--fail-on", type=_words, default=[], metavar="WORDS", help="verdicts, wrong, broken; separated by commas"
+    )
     command.add_argument("--format", choices=("text", "markdown", "json"), default="text")
     command.set_defaults(command=_compare)
 
@@ -185,6 +185,21 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("page")
     command.set_defaults(command=_verify)
     return parser
+
+
+def _run_parser(command: argparse.ArgumentParser) -> None:
+    command.add_argument("campaign")
+    command.add_argument("--seed", type=int, default=0, help="of the order of cases and arms (default 0)")
+    command.add_argument("--budget", help="stop cleanly after this time: 90s, 20m, 1h")
+    command.add_argument(
+        "--resume", default="", metavar="RUN", help="go on with an interrupted run: its missing processes only"
+    )
+    command.add_argument("--retry", type=_words, default=[], metavar="STATUSES", help="when resuming: run these once more")
+    command.add_argument("--protocol", default="", help="another way to measure than the campaign's own")
+    command.add_argument(
+        "--pml", type=_words, default=[], metavar="PLACES", help="further releases: folders, wheels, or Pythons that have one"
+    )
+    command.set_defaults(command=_run)
 
 
 if __name__ == "__main__":

@@ -1,45 +1,37 @@
-"""Campaigns and protocols as data: which cases, which arms, how often, timed how."""
+"""Campaigns as data: which cases, which arms, by which protocol."""
 
 import random
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Collection, Iterator
 
 import msgspec
 
 from pmlkit.case import Case
 from pmlkit.errors import PmlkitError, nearest
+from pmlkit.protocol import PROTOCOLS, Protocol
 from pmlkit.registry import LOSSES, Subject, subject
 
-
-class Protocol(msgspec.Struct, frozen=True, kw_only=True):
-    """How one process times one case.
-
-    device: `cpu` (wall clock) or `cuda` (events, graph replay). blocks: samples per phase. inner: iterations of a
-    sample, or None: as many as last `block_s` seconds. warmup, warmup_s: at least this many pairs and this many seconds
-    before anything is kept. threads: CPU threads of the worker. timeout_s: after this the worker is killed.
-    """
-
-    name: str
-    blocks: int
-    warmup: int
-    warmup_s: float
-    device: Literal["cpu", "cuda"] = "cpu"
-    inner: int | None = None
-    block_s: float = 0.03
-    threads: int = 1
-    timeout_s: float = 120.0
+SENTINEL = "sentinel"  # the arm of the processes that watch for drift; no campaign may use it
 
 
 class Campaign(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan. arms: label -> subject key; two labels of one subject are its A/A control. baseline: arm compared against."""
+    """A plan.
+
+    arms: label -> subject; two labels of one subject are its A/A control. baseline: arm compared against.
+    sentinel: a case and a subject that run first, last and after every ten processes, to see the machine drift.
+    """
 
     name: str
     question: str
     cases: tuple[Case, ...]
-    arms: dict[str, str]
+    arms: dict[str, Subject]
     baseline: str
-    replicates: int
     protocol: Protocol
+    sentinel: tuple[Case, Subject] | None = None
+
+    @property
+    def planned(self) -> int:
+        """Processes of the first rounds; the sentinel's and those of added rounds come on top."""
+        return len(self.cases) * len(self.arms) * self.protocol.processes
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,24 +45,26 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     protocol: Protocol
 
 
-def expand(campaign: Campaign, seed: int) -> Iterator[Job]:
-    """Yield the jobs in rounds: each round runs every case once, in seeded random order, the arms of a case adjacent.
+def expand(campaign: Campaign, seed: int, rounds: range, cases: Collection[str] | None = None) -> Iterator[Job]:
+    """Yield the jobs of `rounds`: each runs every case once, in seeded random order, the arms of a case adjacent.
 
-    Neighbours in time see the same machine, so slow drift falls on all arms of a case alike.
+    Neighbours in time see the same machine, so slow drift falls on all arms of a case alike. cases: ids of those to run,
+    or None for all; `order`, the place in the whole plan, does not depend on it.
     """
-    order = 0
-    for replicate in range(campaign.replicates):
+    for replicate in rounds:
         rng = random.Random(f"{seed}-{replicate}")
+        order = replicate * len(campaign.cases) * len(campaign.arms)
         for case in rng.sample(campaign.cases, len(campaign.cases)):
             for arm in rng.sample(sorted(campaign.arms), len(campaign.arms)):
-                yield Job(
-                    case=case,
-                    subject=subject(campaign.arms[arm]),
-                    arm=arm,
-                    replicate=replicate,
-                    order=order,
-                    protocol=campaign.protocol,
-                )
+                if cases is None or case.case_id in cases:
+                    yield Job(
+                        case=case,
+                        subject=campaign.arms[arm],
+                        arm=arm,
+                        replicate=replicate,
+                        order=order,
+                        protocol=campaign.protocol,
+                    )
                 order += 1
 
 
@@ -91,54 +85,42 @@ _PAGE_CASES = tuple(
     for precision, sizes in (("fp32", (128, 512, 2048)), ("bf16", (512, 2048)))
     for rows in sizes
 )
-_CPU_ARMS = {"pml": "pml-2.9.0", "pml-again": "pml-2.9.0", "reference": "reference"}
 
-PROTOCOLS = {
-    protocol.name: protocol
-    for protocol in (
-        Protocol(name="pmlkit-cpu", blocks=3, warmup=3, warmup_s=0.05),
-        # As the published page: 3 processes, each 3 blocks of 100 pairs.
-        Protocol(name="pml-page", device="cuda", blocks=3, inner=100, warmup=20, warmup_s=1.0),
-        Protocol(name="pmlkit", device="cuda", blocks=5, warmup=20, warmup_s=0.5),
-    )
-}
-_CPU_PROTOCOL = PROTOCOLS["pmlkit-cpu"]
+_CPU = Campaign(
+    name="losses-cpu",
+    question="How does pytorch-metric-learning 2.9.0 compare with plain closed forms on this machine's CPU?",
+    cases=_CPU_CASES,
+    arms={"pml": subject("pml-2.9.0"), "pml-again": subject("pml-2.9.0"), "reference": subject("reference")},
+    baseline="pml",
+    protocol=PROTOCOLS["pmlkit-cpu"],
+    sentinel=(loss_case("contrastive", 512, "fp32"), subject("reference")),
+)
 
 CAMPAIGNS = {
     campaign.name: campaign
     for campaign in (
-        Campaign(
-            name="losses-cpu",
-            question="How does pytorch-metric-learning 2.9.0 compare with plain closed forms on this machine's CPU?",
-            cases=_CPU_CASES,
-            arms=_CPU_ARMS,
-            baseline="pml",
-            replicates=3,
-            protocol=_CPU_PROTOCOL,
-        ),
-        Campaign(
+        _CPU,
+        msgspec.structs.replace(
+            _CPU,
             name="losses-cpu-full",
             question="The same with NT-Xent at 512 rows, where 2.9.0 builds a matrix of positive by negative pairs.",
             cases=(*_CPU_CASES, loss_case("ntxent", 512, "fp32"), loss_case("ntxent", 512, "bf16")),
-            arms=_CPU_ARMS,
-            baseline="pml",
-            replicates=3,
-            protocol=msgspec.structs.replace(_CPU_PROTOCOL, warmup=1, timeout_s=1200.0),
+            protocol=msgspec.structs.replace(_CPU.protocol, warmup=1, timeout_s=1200.0),
         ),
         Campaign(
             name="losses-page",
             question="The page's 20 configurations on one GPU: 2.9.0 against the dense form, eager, compiled and as a graph.",
             cases=_PAGE_CASES,
             arms={
-                "pml": "pml-2.9.0",
-                "pml-again": "pml-2.9.0",
-                "dense": "dense",
-                "compiled": "dense-compiled",
-                "graph": "dense-graph",
+                "pml": subject("pml-2.9.0"),
+                "pml-again": subject("pml-2.9.0"),
+                "dense": subject("dense"),
+                "compiled": subject("dense-compiled"),
+                "graph": subject("dense-graph"),
             },
             baseline="pml",
-            replicates=5,
-            protocol=PROTOCOLS["pmlkit"],
+            protocol=PROTOCOLS["pmlkit-short"],
+            sentinel=(loss_case("ntxent", 2048, "fp32"), subject("dense-graph")),
         ),
     )
 }

@@ -3,8 +3,10 @@
 import hashlib
 import os
 import platform
+import re
 import subprocess
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,10 @@ def describe() -> dict[str, Any]:
         "variables": {name: _public(os.environ[name]) for name in VARIABLES if name in os.environ},
         "git": _git(),
         "gpus": _gpus(),
+        "cpu_governor": _line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
+        "container": _container(),
+        **_torch_build(),
     }
 
 
@@ -56,6 +62,35 @@ def _cpu_model() -> str:
         return platform.processor() or platform.machine()
 
 
+def _line(path: str) -> str | None:
+    """Return the only line of a file, or None where there is none."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def _container() -> str | None:
+    """Return a hash of what names the container or machine instance, or None."""
+    name = _line("/proc/self/cgroup") or ""
+    return _digest(name.encode()) if len(name) > len("0::/") else None
+
+
+def _torch_build() -> dict[str, Any]:
+    """Return what the installed torch was built with, by its own small version file: torch itself is not imported."""
+    spec = find_spec("torch")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    found: dict[str, Any] = {}
+    for place in places:
+        text = _line(f"{place}/version.py") or ""
+        found = {f"torch_{name}": value for name, value in re.findall(r"^(cuda|hip|git_version)\b.*= '([^']+)'", text, re.M)}
+    libraries = {"cudnn": "nvidia-cudnn-cu", "nccl": "nvidia-nccl-cu"}
+    for name, prefix in libraries.items():
+        versions = [v for major in ("12", "13") if (v := installed(f"{prefix}{major}"))]
+        found |= {name: versions[0]} if versions else {}
+    return found
+
+
 def _memory_bytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -73,7 +108,11 @@ def _digest(content: bytes) -> str:
 
 
 def _git() -> dict[str, Any] | None:
-    """Return commit, dirty flag and a hash of what is not committed, new files included, or None outside a repository."""
+    """Return commit, dirty flag and a hash of what is not committed, new files included.
+
+    Outside a repository it is the commit that `PMLKIT_COMMIT` states, for a tree that was copied to where it runs, with
+    a hash of every source file in place of the flag; None where nobody states one.
+    """
 
     def git(*words: str) -> bytes:
         return subprocess.run(["git", *words], cwd=root(), capture_output=True, check=True).stdout
@@ -83,12 +122,14 @@ def _git() -> dict[str, Any] | None:
         new = git("ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
         content = git("diff", "HEAD") + b"".join((root() / name).read_bytes() for name in new if name)
     except (OSError, subprocess.CalledProcessError):
-        return None
+        stated = os.environ.get("PMLKIT_COMMIT")
+        sources = b"".join(path.read_bytes() for path in sorted((root() / "pmlkit").rglob("*.py")))
+        return {"commit": stated, "dirty": False, "stated": True, "sources": _digest(sources)} if stated else None
     return {"commit": commit, "dirty": bool(content), "diff": _digest(content) if content else None}
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """Return name, hashed UUID, memory, enforced power limit and driver of each GPU; [] where there is no driver."""
+    """Return what names each GPU and what bounds its speed; [] where there is no driver."""
     import pynvml as nvml
 
     try:
@@ -98,15 +139,32 @@ def _gpus() -> list[dict[str, Any]]:
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         driver = nvml.nvmlSystemGetDriverVersion()
-        return [
-            {
-                "name": nvml.nvmlDeviceGetName(handle),
-                "uuid": _digest(nvml.nvmlDeviceGetUUID(handle).encode()),
-                "memory_bytes": nvml.nvmlDeviceGetMemoryInfo(handle).total,
-                "power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
-                "driver": driver,
-            }
-            for handle in handles
-        ]
+        return [_gpu(nvml, handle) | {"driver": driver} for handle in handles]
     finally:
         nvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
+    """Return the facts of one GPU; None for what its driver does not tell."""
+
+    def ask(name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, name)(handle, *arguments)
+        except (nvml.NVMLError, AttributeError):
+            return None
+
+    modes = {"ecc": ask("nvmlDeviceGetEccMode"), "mig": ask("nvmlDeviceGetMigMode")}
+    return {
+        "name": nvml.nvmlDeviceGetName(handle),
+        "uuid": _digest(nvml.nvmlDeviceGetUUID(handle).encode()),
+        "memory_bytes": nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        "power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
+        "max_sm_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        "max_memory_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM),
+        "bus_width_bits": ask("nvmlDeviceGetMemoryBusWidth"),
+        "cores": ask("nvmlDeviceGetNumGpuCores"),
+        "persistence": ask("nvmlDeviceGetPersistenceMode"),
+        "vbios": ask("nvmlDeviceGetVbiosVersion"),
+        **{name: mode[0] if mode is not None else None for name, mode in modes.items()},
+        "cuda_driver": nvml.nvmlSystemGetCudaDriverVersion_v2(),
+    }

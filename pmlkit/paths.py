@@ -44,7 +44,8 @@ def run_folders() -> dict[str, Path]:
 def find_run(name: str) -> Path:
     """Return the folder of a run.
 
-    `name` is a run id, `h200/<id>`, `sample`, a path, or `latest`: the newest live run, else the sample run.
+    `name` is a run id, `h200/<id>`, `sample`, a path, `latest`: the newest live run, else the sample run; or
+    `h200/<campaign>`: the newest committed run of that campaign.
     Raises PmlkitError for an unknown run.
     """
     found = run_folders()
@@ -55,6 +56,9 @@ def find_run(name: str) -> Path:
         return max((found[n] for n in live), key=started) if live else found["sample"]
     if name in found:
         return found[name]
+    committed = [n for n in found if n.startswith("h200/") and f"-{name.removeprefix('h200/')}-" in n]
+    if name.startswith("h200/") and committed:
+        return max((found[n] for n in committed), key=started)
     if (Path(name) / "run.json").is_file():
         return Path(name)
     raise PmlkitError(f"unknown run {name!r} in {relative(data())}: {nearest(name, [*found, 'latest'])}")

@@ -1,13 +1,11 @@
 """A measured record: what one process saw of one case. Raw, append-only; nothing that can be computed is stored."""
 
-from pathlib import Path
-from typing import Any, Literal
+from statistics import median
+from typing import Literal
 
 import msgspec
 
-from pmlkit.errors import PmlkitError
-from pmlkit.jsonl import Lines, check_schema, parse_strict, read_lines
-from pmlkit.paths import relative
+from pmlkit.protocol import Cache
 from pmlkit.work import Work
 
 # Schema history: 1 = first version.
@@ -54,7 +52,7 @@ class Timer(Strict, kw_only=True):
     """How time was taken. One sample is the total of `inner` iterations."""
 
     method: Literal["events", "graph_replay", "wall"]
-    cache: Literal["as-in-loop", "hot", "cold", "rotating"]
+    cache: Cache
     warmup: int
     warmup_s: float
     inner: int
@@ -62,7 +60,10 @@ class Timer(Strict, kw_only=True):
 
 
 class Memory(Strict, kw_only=True):
-    """Memory of one rank in bytes; None = does not apply. source: where the peak comes from."""
+    """Memory of one rank in bytes; None = does not apply. source: where the peak comes from.
+
+    alloc_retries, ooms: how often the allocator had to empty its cache, or failed, since the process began.
+    """
 
     source: Literal["profiler", "cuda"]
     baseline_bytes: int
@@ -74,6 +75,22 @@ class Memory(Strict, kw_only=True):
     slot_bytes: int | None = None
     scratch_bytes: int | None = None
     saved_bytes: int | None = None
+    alloc_retries: int | None = None
+    ooms: int | None = None
+
+
+class Kernels(Strict, kw_only=True):
+    """What one rank's device did for `pairs` pairs, seen by a profiler in a pass of its own.
+
+    launches: kernels, copies and fills. busy_ns: time during which at least one of them ran. queued_ns: time by events
+    of the same pairs when all were submitted before the first could start, so that no gap of the host is inside, or
+    None where the subject waits for the device in between.
+    """
+
+    pairs: int
+    launches: int
+    busy_ns: int
+    queued_ns: int | None
 
 
 class Counters(Strict, kw_only=True):
@@ -86,15 +103,22 @@ class Counters(Strict, kw_only=True):
 
 
 class Conditions(Strict, kw_only=True):
-    """What explains noise on one rank, at the start and at the end of the timed part."""
+    """What explains noise on one rank during the timed part: its start and its end, sm_mhz after every block too.
+
+    held_back_ns: how long power or temperature held the clock down, by the driver's own count. cores: the processor
+    cores that the worker was kept on. foreign_cores: how many of them others kept busy, on average.
+    """
 
     sm_mhz: list[float] = []
     temp_c: list[float] = []
     power_w: list[float] = []
     energy_j: float | None = None
     throttle: list[str] = []
+    held_back_ns: dict[str, int] = {}
     other_processes: int | None = None
     load_1m: list[float] = []
+    cores: list[int] = []
+    foreign_cores: float | None = None
 
 
 class Record(Strict, kw_only=True):
@@ -133,6 +157,7 @@ class Record(Strict, kw_only=True):
     timer: Timer | None = None
     samples_ns: dict[str, list[list[int]]] | None = None
     memory: list[Memory] | None = None
+    kernels: list[Kernels] | None = None
     counters: list[Counters] | None = None
     work: Work | None = None
     conditions: list[Conditions] | None = None
@@ -166,35 +191,8 @@ class Record(Strict, kw_only=True):
         """Identity within a run, for resuming."""
         return (self.case_id, self.subject, self.version, self.arm, self.replicate)
 
-
-class Run(Strict, kw_only=True):
-    """The head of a run folder (`run.json`): what was planned, and where it ran.
-
-    device: `cpu` or `cuda`, what was measured. baseline: the arm that the others are compared with.
-    """
-
-    schema: str = SCHEMA
-    run_id: str
-    campaign: str
-    protocol: str
-    device: Literal["cpu", "cuda"]
-    baseline: str
-    started_at: str
-    seed: int
-    planned: int
-    command: str
-    environment: dict[str, Any]
-    sample: bool = False
-
-
-def read_run(folder: Path) -> tuple[Run, Lines[Record]]:
-    """Read a run folder. Raises PmlkitError if `run.json` cannot be used; bad record lines come back as problems."""
-    head = folder / "run.json"
-    try:
-        document = parse_strict(head.read_text())
-        check_schema(document, SCHEMA)
-        run = msgspec.convert(document, Run)
-    except (OSError, ValueError, msgspec.ValidationError) as error:
-        raise PmlkitError(f"{relative(head)}:1: {error}") from None
-    path = folder / "records.jsonl"
-    return run, read_lines(path, Record, SCHEMA) if path.is_file() else Lines([], [])
+    def iteration_ns(self, phase: str) -> float | None:
+        """Return the process's one number: the median over samples of the slowest rank, per iteration; None without it."""
+        if self.status != "ok" or not self.samples_ns or phase not in self.samples_ns or not self.timer:
+            return None
+        return median(max(ranks) for ranks in self.samples_ns[phase]) / self.timer.inner

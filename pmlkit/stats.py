@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
 CONFIDENCE = 0.95
 FALSE_DISCOVERY = 0.05
@@ -38,8 +38,8 @@ def ratio_of_times(base: Sequence[float], candidate: Sequence[float], rounding: 
     if error < 1e-12:  # equal values on each side: rounding is all that is left
         return _ratio(difference, rounding, 0.0 if excess > 1e-12 else 1.0)
     freedom = sum(parts) ** 2 / sum(part**2 / (len(values) - 1) for part, values in zip(parts, logs, strict=True))
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
-    return _ratio(difference, half + rounding, float(2 * stats.t.sf(excess / error, freedom)))
+    half = float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2)) * error
+    return _ratio(difference, half + rounding, float(2 * special.stdtr(freedom, -excess / error)))
 
 
 def false_discovery(p: Sequence[float]) -> list[float]:

@@ -15,8 +15,9 @@ from pmlkit import paths
 from pmlkit.campaign import loss_case
 from pmlkit.case import Case
 from pmlkit.jsonl import append_line
-from pmlkit.record import Check, Conditions, Flag, Memory, Record, Run, Status, Timer
+from pmlkit.record import Check, Conditions, Flag, Memory, Record, Status, Timer
 from pmlkit.registry import LOSSES, SUBJECTS, loss_work
+from pmlkit.run import Run
 
 RUN_ID = "20260101T000000Z-sample-000000"
 ARMS = {"pml": "pml-2.9.0", "pml-again": "pml-2.9.0", "reference": "reference"}

@@ -7,11 +7,13 @@ import torch
 
 from pmlkit.bench.check import check_answer, mining_gap
 from pmlkit.bench.clocks import WallClock
+from pmlkit.bench.measure import judge_timer
 from pmlkit.bench.memory import profile_memory
+from pmlkit.bench.outcome import Outcome
 from pmlkit.bench.timing import time_phases, warm_up
-from pmlkit.bench.worker import Outcome, judge_timer
-from pmlkit.campaign import Protocol, loss_case
+from pmlkit.campaign import loss_case
 from pmlkit.losses.bind import Bound, bind_reference, make_inputs
+from pmlkit.protocol import Protocol
 from pmlkit.record import Timer
 
 PROTOCOL = Protocol(name="test", blocks=3, block_s=0.1, warmup=4, warmup_s=0.01)

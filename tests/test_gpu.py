@@ -1,17 +1,21 @@
 """What only a GPU can show: run with `python -m pytest -m gpu` on a machine that has one."""
 
+import msgspec
 import pytest
 import torch
 
 from pmlkit.bench.check import check_answer
 from pmlkit.bench.clocks import Clock, EventClock, WallClock
 from pmlkit.bench.device import Monitor
+from pmlkit.bench.kernels import see_kernels
+from pmlkit.bench.measure import measure
 from pmlkit.bench.memory import cuda_memory
 from pmlkit.bench.timing import time_phases, warm_up
-from pmlkit.campaign import PROTOCOLS, loss_case
+from pmlkit.campaign import Job, loss_case
 from pmlkit.losses.bind import Bound, make_inputs
 from pmlkit.losses.dense import bind_compiled, bind_dense, bind_graph
-from pmlkit.registry import LOSSES
+from pmlkit.protocol import PROTOCOLS
+from pmlkit.registry import LOSSES, resolve, subject
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,6 +109,7 @@ def test_conditions_are_read_from_this_card() -> None:
     monitor.read()
     conditions = monitor.conditions
     assert len(conditions.sm_mhz) == len(conditions.power_w) == 2
+    assert set(conditions.held_back_ns) <= {"power", "thermal"}
     assert min(conditions.sm_mhz + conditions.power_w + conditions.temp_c) > 0
     assert (conditions.energy_j or 0) >= 0
     assert set(monitor.flags()) <= {"throttled", "contended", "contention_unknown"}
@@ -121,3 +126,35 @@ def test_phases_of_a_real_subject(clock: Clock) -> None:
     assert all(len(blocks) == 3 and min(b[0] for b in blocks) > 0 for blocks in samples.values())
     captured = time_phases(bind_graph(case, inputs), 10, 3, clock)
     assert "forward" not in captured
+
+
+def test_kernels_of_known_length() -> None:
+    """Five launches of 20 ms are counted, found busy for 100 ms within 2 %, and last as long when queued beforehand."""
+    work = sleeper()
+    seen = see_kernels(Bound(lambda: torch.zeros(()), (), replay=work))
+    assert seen.launches == seen.pairs == 5
+    assert seen.busy_ns == pytest.approx(5 * NANOSECONDS, rel=0.02)
+    assert seen.queued_ns == pytest.approx(5 * NANOSECONDS, rel=0.02)
+
+
+def test_work_that_waits_for_the_device_cannot_be_queued() -> None:
+    """A pair that reads a value back has no queued time, rather than a wrong one."""
+    x = torch.ones(8, device="cuda")
+    assert see_kernels(Bound(lambda: torch.zeros(()), (), replay=lambda: (x * 2).sum().item())).queued_ns is None
+
+
+@pytest.mark.parametrize("cache", ["as-in-loop", "hot", "cold", "rotating"])
+@pytest.mark.parametrize("key", ["dense", "dense-graph"])
+def test_every_cache_state_is_measured(cache: str, key: str) -> None:
+    """The record says which state ran; its answer is proved before and after; the host-bound eager form is flagged so."""
+    protocol = next(p for p in PROTOCOLS.values() if p.device == "cuda" and p.cache in (cache, "as-in-loop"))
+    protocol = msgspec.structs.replace(protocol, cache=cache, warmup_s=0.1, blocks=3, block_s=0.001)
+    one = subject(key)
+    case = loss_case("contrastive", 2048, "fp32")
+    outcome = measure(Job(case=case, subject=one, arm="a", replicate=0, order=0, protocol=protocol), resolve(one.bind))
+    assert outcome.status == "ok", outcome.reason
+    assert outcome.timer is not None
+    assert outcome.timer.cache == cache
+    assert outcome.kernels is not None
+    assert outcome.kernels[0].launches > 0
+    assert ("host_bound" in outcome.flags) == (key == "dense" and cache in ("as-in-loop", "rotating"))

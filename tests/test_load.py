@@ -95,7 +95,7 @@ def test_repeated_records_count_once(tmp_path: Path) -> None:
     """A record that stands twice is one process, and the page says so."""
     data = load_run(write(tmp_path / "r", again=3))
     assert len(data.records) == 144
-    assert "3 records repeat an earlier one" in str(data.problems[0])
+    assert "3 records are superseded by a later try" in str(data.problems[0])
 
 
 def test_a_cpu_run_on_a_host_with_a_gpu_is_a_cpu_run(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from pmlkit.errors import PmlkitError
 from pmlkit.jsonl import append_line, read_lines
-from pmlkit.record import SCHEMA, Record, read_run
+from pmlkit.record import SCHEMA, Record
+from pmlkit.run import read_run
 from tests import sample_run
 
 

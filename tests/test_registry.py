@@ -53,19 +53,21 @@ def test_sources_have_importer_and_records(source: registry.Source) -> None:
 def test_campaigns_are_consistent(plan: campaign.Campaign) -> None:
     """Case ids are unique, subjects support the cases, and every campaign has an A/A control of its baseline."""
     assert len({case.case_id for case in plan.cases}) == len(plan.cases)
-    subjects = {arm: registry.subject(key) for arm, key in plan.arms.items()}
-    assert all(case.op in s.ops and case.precision in s.precisions for case in plan.cases for s in subjects.values())
-    assert sum(key == plan.arms[plan.baseline] for key in plan.arms.values()) >= 2
+    assert all(case.op in s.ops and case.precision in s.precisions for case in plan.cases for s in plan.arms.values())
+    assert sum(one == plan.arms[plan.baseline] for one in plan.arms.values()) >= 2
+    assert plan.sentinel is not None
+    assert campaign.SENTINEL not in plan.arms
+    assert 5 <= plan.protocol.processes <= plan.protocol.most <= 15
 
 
 def test_default_campaign_is_the_promised_one() -> None:
-    """losses-cpu: batch 128 fp32 for all four, 512 fp32 and bf16 for all but NT-Xent, three processes, A/A on PML."""
+    """losses-cpu: batch 128 fp32 for all four, 512 fp32 and bf16 for all but NT-Xent, five processes, A/A on PML."""
     plan = campaign.campaign("losses-cpu")
     cells = {(case.op, case.precision, case.shape["N"]) for case in plan.cases}
     three = {"contrastive", "batch_hard_triplet", "proxy_anchor"}
     assert cells == {(op, "fp32", 128) for op in registry.LOSSES} | {(op, p, 512) for op in three for p in ("fp32", "bf16")}
-    assert plan.replicates == 3
-    assert sorted(plan.arms.values()) == ["pml-2.9.0", "pml-2.9.0", "reference"]
+    assert plan.protocol.processes == 5
+    assert sorted(one.key for one in plan.arms.values()) == ["pml-2.9.0", "pml-2.9.0", "reference"]
     assert {("ntxent", "fp32"), ("ntxent", "bf16")} <= {
         (case.op, case.precision) for case in campaign.campaign("losses-cpu-full").cases if case.shape["N"] == 512
     }
@@ -74,10 +76,12 @@ def test_default_campaign_is_the_promised_one() -> None:
 def test_rounds_interleave_and_are_seeded() -> None:
     """Each round runs every case with its arms adjacent; the order depends on the seed and on nothing else."""
     plan = campaign.campaign("losses-cpu")
-    jobs = list(campaign.expand(plan, seed=1))
-    assert jobs == list(campaign.expand(plan, seed=1))
-    assert jobs != list(campaign.expand(plan, seed=2))
-    assert len(jobs) == 90
+    jobs = list(campaign.expand(plan, 1, range(3)))
+    assert jobs == list(campaign.expand(plan, 1, range(3)))
+    assert jobs != list(campaign.expand(plan, 2, range(3)))
+    assert [job.order for job in jobs] == list(range(90))
+    some = [job for job in jobs if job.replicate == 2 and job.case == plan.cases[3]]
+    assert list(campaign.expand(plan, 1, range(2, 3), {plan.cases[3].case_id})) == some
     for start in range(0, 90, 3):
         group = jobs[start : start + 3]
         assert len({(job.case.case_id, job.replicate) for job in group}) == 1

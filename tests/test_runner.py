@@ -9,11 +9,13 @@ import pytest
 from pmlkit import paths
 from pmlkit.bench import runner
 from pmlkit.bench.process import scrub
-from pmlkit.campaign import Campaign, Protocol, campaign, loss_case
-from pmlkit.record import Record, read_run
-from pmlkit.registry import SUBJECTS, Subject, subject
+from pmlkit.campaign import Campaign, campaign, loss_case
+from pmlkit.protocol import Protocol
+from pmlkit.record import Record
+from pmlkit.registry import Subject, subject
+from pmlkit.run import read_run
 
-QUICK = Protocol(name="test", blocks=2, block_s=0.001, warmup=1, warmup_s=0.0, timeout_s=60)
+QUICK = Protocol(name="test", processes=1, most=1, blocks=2, block_s=0.001, warmup=1, warmup_s=0.0, timeout_s=60)
 
 
 @pytest.fixture(autouse=True)
@@ -26,19 +28,14 @@ def fake(name: str, **changes) -> Subject:
     return msgspec.structs.replace(known, **changes)
 
 
-def run_arms(
-    subjects: dict[str, Subject], monkeypatch: pytest.MonkeyPatch, protocol: Protocol = QUICK, **changes
-) -> list[Record]:
+def run_arms(subjects: dict[str, Subject], protocol: Protocol = QUICK, **changes) -> list[Record]:
     """Run one small case for these subjects and return the records."""
-    for key, value in subjects.items():
-        monkeypatch.setitem(SUBJECTS, key, value)
     plan = Campaign(
         name="test",
         question="?",
         cases=(loss_case("contrastive", 16, "fp32"),),
-        arms={key: key for key in subjects},
+        arms=subjects,
         baseline=next(iter(subjects)),
-        replicates=1,
         protocol=protocol,
     )
     folder = runner.run_campaign(msgspec.structs.replace(plan, **changes))
@@ -63,9 +60,9 @@ EXPECTED = {
 }
 
 
-def test_every_fault_becomes_one_typed_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_fault_becomes_one_typed_record() -> None:
     """A subject that is wrong, dies, lies, stays silent or runs out of memory costs its own record and no other."""
-    records = run_arms({name: fake(name) for name in EXPECTED}, monkeypatch)
+    records = run_arms({name: fake(name) for name in EXPECTED})
     found = {record.arm: record for record in records}
     assert set(found) == set(EXPECTED)
     for name, (status, reason) in EXPECTED.items():
@@ -76,40 +73,39 @@ def test_every_fault_becomes_one_typed_record(monkeypatch: pytest.MonkeyPatch) -
     assert "a subject may print" in found["fine"].log_tail
 
 
-def test_a_hanging_worker_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_worker_times_out() -> None:
     """A worker that does not answer in time is ended and recorded as a time-out; its neighbour still runs."""
     protocol = msgspec.structs.replace(QUICK, timeout_s=20)
-    records = run_arms({"hangs": fake("hangs"), "fine": fake("fine")}, monkeypatch, protocol)
+    records = run_arms({"hangs": fake("hangs"), "fine": fake("fine")}, protocol)
     assert {record.arm: record.status for record in records} == {"hangs": "timeout", "fine": "ok"}
 
 
-def test_a_release_that_is_not_installed_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_is_not_installed_is_unsupported() -> None:
     """A subject names its version; another installed version is not measured in its place."""
     other = msgspec.structs.replace(subject("pml-2.9.0"), key="pml-1.0", version="1.0")
-    (record,) = run_arms({"pml-1.0": other}, monkeypatch)
+    (record,) = run_arms({"pml-1.0": other})
     assert record.status == "unsupported"
     assert "pytorch-metric-learning 1.0 is not installed (found 2.9.0)" in (record.reason or "")
 
 
-def test_a_precision_without_a_path_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precision_without_a_path_is_unsupported() -> None:
     """A case outside a subject's precisions is a record that says so."""
-    (record,) = run_arms({"fine": fake("fine", precisions=("bf16",))}, monkeypatch)
+    (record,) = run_arms({"fine": fake("fine", precisions=("bf16",))})
     assert (record.status, record.reason) == ("unsupported", "fine has no fp32 path")
 
 
-def test_the_budget_stops_between_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_stops_between_cases() -> None:
     """A budget that is spent leaves the rest unrecorded; planned and recorded differ and nothing is invented."""
-    monkeypatch.setitem(SUBJECTS, "fine", fake("fine"))
-    plan = msgspec.structs.replace(campaign("losses-cpu"), arms={"fine": "fine"}, baseline="fine", protocol=QUICK)
+    plan = msgspec.structs.replace(campaign("losses-cpu"), arms={"fine": fake("fine")}, baseline="fine", protocol=QUICK)
     run, lines = read_run(runner.run_campaign(plan, budget_s=0.0))
-    assert run.planned == 30
+    assert run.planned == 10
     assert lines.records == []
 
 
-def test_a_real_campaign_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_campaign_end_to_end() -> None:
     """PML 2.9.0, its A/A twin and the reference on one case: checked, timed, profiled, all raw samples kept."""
     subjects = {"pml": subject("pml-2.9.0"), "reference": subject("reference")}
-    records = run_arms(subjects, monkeypatch, cases=(loss_case("batch_hard_triplet", 64, "bf16"),))
+    records = run_arms(subjects, cases=(loss_case("batch_hard_triplet", 64, "bf16"),))
     for record in records:
         assert record.status == "ok", record.reason
         assert record.samples_ns is not None
@@ -127,14 +123,14 @@ def test_a_real_campaign_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (pml.check.plain_rms_rel or 0) > pml.check.limit > (pml.check.rms_rel or 1)
 
 
-def test_a_worker_that_cannot_start_or_dies_early_costs_only_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_start_or_dies_early_costs_only_its_record() -> None:
     """A missing interpreter is an error record, a death before the measurement a crash; the neighbour still runs."""
     subjects = {
         "nowhere": fake("fine", key="nowhere", interpreter="/no/such/python"),
         "early": fake("fine", key="early", imports=("tests.fake_import_that_dies",)),
         "fine": fake("fine"),
     }
-    found = {record.arm: record for record in run_arms(subjects, monkeypatch)}
+    found = {record.arm: record for record in run_arms(subjects)}
     assert {arm: record.status for arm, record in found.items()} == {"nowhere": "error", "early": "crashed", "fine": "ok"}
     assert "cannot start" in (found["nowhere"].reason or "")
     assert "signal 6" in (found["early"].reason or "")

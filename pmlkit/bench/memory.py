@@ -51,6 +51,7 @@ def cuda_memory(bound: Bound) -> Memory:
     live = torch.cuda.memory_allocated()
     torch._C._cuda_clearCublasWorkspaces()
     workspace = live - torch.cuda.memory_allocated()
+    counts = torch.cuda.memory_stats()
     return Memory(
         source="cuda",
         baseline_bytes=before - workspace,
@@ -58,4 +59,6 @@ def cuda_memory(bound: Bound) -> Memory:
         reserved_peak_bytes=reserved,
         workspace_bytes=workspace,
         graph_pool_bytes=pools or None,
+        alloc_retries=counts["num_alloc_retries"],
+        ooms=counts["num_ooms"],
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from pmlkit.bench.worker import Outcome
+from pmlkit.bench.outcome import Outcome
 from pmlkit.campaign import Job
 from pmlkit.paths import root
 
@@ -32,6 +32,7 @@ class Worker:
         environment = os.environ | {
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else every worker starts a pool that competes with what is measured
             "PYTHONPATH": os.pathsep.join(filter(None, [str(root()), os.environ.get("PYTHONPATH")])),
         }
         self.problem: Outcome | None = None
@@ -132,8 +133,8 @@ class Worker:
         """Return the next line of the answer, or None at the end of the stream or at the deadline."""
         assert self.process.stdout is not None
         while b"\n" not in self._buffer:
-            wait = self.deadline - time.monotonic()
-            if wait <= 0 or not select.select([self.process.stdout], [], [], wait)[0]:
+            wait = max(0.0, self.deadline - time.monotonic())  # what was said in time counts, however late it is read
+            if not select.select([self.process.stdout], [], [], wait)[0]:
                 return None
             chunk = os.read(self.process.stdout.fileno(), 65536)
             if not chunk:

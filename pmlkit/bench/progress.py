@@ -16,12 +16,19 @@ class Progress:
     `PMLKIT_PROGRESS` is `bar` or `lines`; unset, a terminal and a notebook get the bar.
     """
 
-    def __init__(self, total: int, title: str) -> None:
+    def __init__(self, title: str) -> None:
         interactive = sys.stderr.isatty() or "ipykernel" in sys.modules
         style = os.environ.get("PMLKIT_PROGRESS") or ("bar" if interactive else "lines")
-        self.total, self.done, self.started = total, 0, time.monotonic()
+        self.total, self.done, self.started = 0, 0, time.monotonic()
         self.counts: Counter[str] = Counter()
-        self.bar = tqdm(total=total, desc=title, unit="case", ncols=100) if style == "bar" else None
+        self.bar = tqdm(total=0, desc=title, unit="case", ncols=100) if style == "bar" else None
+
+    def expect(self, more: int) -> None:
+        """Add a round's processes to the total."""
+        self.total += more
+        if self.bar is not None:
+            self.bar.total = self.total
+            self.bar.refresh()
 
     def update(self, record: Record) -> None:
         """Count one finished case."""

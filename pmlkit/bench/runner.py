@@ -1,54 +1,101 @@
 """Runs a campaign: a fresh process per case, arm and replicate; one record a process, written before the next starts."""
 
-import fcntl
-import itertools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
 from pmlkit import environment, paths
+from pmlkit.bench.locks import Interrupt, device_lock, locked
+from pmlkit.bench.outcome import Outcome
 from pmlkit.bench.process import Worker, scrub
 from pmlkit.bench.progress import Progress
-from pmlkit.bench.worker import Outcome
-from pmlkit.campaign import Campaign, Job, expand
-from pmlkit.errors import PmlkitError
+from pmlkit.bench.schedule import groups, job_key, missing, rounds, wide_cases
+from pmlkit.campaign import SENTINEL, Campaign, Job, expand
+from pmlkit.errors import PmlkitError, nearest
 from pmlkit.jsonl import append_line
-from pmlkit.record import Record, Run, read_run
+from pmlkit.record import Record, Status
 from pmlkit.registry import loss_work
+from pmlkit.run import Run, Sitting, read_run
 
 
-def run_campaign(campaign: Campaign, *, seed: int = 0, budget_s: float | None = None, resume: str = "") -> Path:
+def run_campaign(
+    campaign: Campaign, *, seed: int = 0, budget_s: float | None = None, resume: str = "", retry: Collection[str] = ()
+) -> Path:
     """Run every job of the campaign that the run folder does not hold yet, and return the folder.
 
     budget_s: stop cleanly between two cases once this many seconds have passed; what was recorded stays.
     resume: name of an interrupted run of the same campaign; only its missing jobs run, in its own order.
-    Raises PmlkitError if the folder cannot be made or is in use, or if the run to resume is of another plan or machine.
+    retry: statuses, such as `error` and `timeout`, whose jobs run once more; their earlier records stay in the file.
+    Raises PmlkitError if the folder cannot be made or is in use, or if the run to resume is of another plan or machine,
+    and KeyboardInterrupt after the process in flight has been recorded.
     """
-    if resume:
-        folder = paths.find_run(resume)
-        run = resume_run(campaign, folder)
-    else:
-        run = start_run(campaign, seed, budget_s)
-        folder = paths.runs() / run.run_id
-    with locked(folder):
-        done = {record.key for record in read_run(folder)[1].records}
-        jobs = [job for job in expand(campaign, run.seed) if job_key(job) not in done]
-        progress = Progress(len(jobs), campaign.name)
-        deadline = time.monotonic() + budget_s if budget_s is not None else float("inf")
-        try:
-            for _, group in itertools.groupby(jobs, key=lambda job: (job.replicate, job.case.case_id)):
-                if time.monotonic() >= deadline:
-                    break
-                for record in run_group(run, list(group)):
-                    append_line(folder / "records.jsonl", record)
-                    progress.update(record)
-        finally:
-            progress.close()
+    deadline = time.monotonic() + budget_s if budget_s is not None else float("inf")
+    with ExitStack() as stack:
+        stack.enter_context(device_lock(campaign.protocol.device))
+        if resume:
+            folder = paths.find_run(resume)
+            run = resume_run(campaign, folder)
+        else:
+            run = start_run(campaign, seed, budget_s)
+            folder = paths.runs() / run.run_id
+        stack.enter_context(locked(folder))
+        interrupt = stack.enter_context(Interrupt())
+        sit(run, campaign, folder, retry, deadline, interrupt)
+        if interrupt.seen:
+            raise KeyboardInterrupt
     return folder
+
+
+def check_statuses(words: Collection[str]) -> set[str]:
+    """Return the words as a set of statuses. Raises PmlkitError for one that is none, or that no retry can mend."""
+    known = [status for status in get_args(Status) if status != "ok"]
+    for word in words:
+        if word not in known:
+            raise PmlkitError(f"--retry {word!r}: {nearest(word, known)}")
+    return set(words)
+
+
+def sit(run: Run, campaign: Campaign, folder: Path, retry: Collection[str], deadline: float, interrupt: Interrupt) -> None:
+    """Measure until nothing is missing or something ends it, and note in `sittings.jsonl` what did."""
+
+    def stop() -> str:
+        return "interrupted" if interrupt.seen else "budget" if time.monotonic() >= deadline else ""
+
+    started_at, records = datetime.now(UTC), read_run(folder)[1].records
+    before = len(records)
+    progress = Progress(campaign.name)
+    ended_by = ""
+    try:
+        for jobs in rounds(campaign, run.seed, records, retry):
+            progress.expect(len(jobs))
+            begun = len(records)
+            for record in measure(run, groups(campaign, jobs, records, stop), campaign.protocol.ahead):
+                append_line(folder / "records.jsonl", record)
+                records.append(record)
+                if record.arm != SENTINEL:
+                    progress.update(record)
+            if missing(jobs, records[begun:]):
+                ended_by = stop()
+                break
+    finally:
+        progress.close()
+    if len(records) > before:
+        wide = sum(wide_cases(campaign, records).values())
+        sitting = Sitting(
+            run_id=run.run_id,
+            started_at=started_at.isoformat(timespec="seconds"),
+            ended_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            ended_by=ended_by or ("most" if wide else "narrow"),  # pyright: ignore[reportArgumentType]
+            records=len(records) - before,
+            wide=wide,
+        )
+        append_line(folder / "sittings.jsonl", sitting)
 
 
 def start_run(campaign: Campaign, seed: int, budget_s: float | None) -> Run:
@@ -64,8 +111,8 @@ def start_run(campaign: Campaign, seed: int, budget_s: float | None) -> Run:
         baseline=campaign.baseline,
         started_at=now.isoformat(timespec="seconds"),
         seed=seed,
-        planned=sum(1 for _ in expand(campaign, seed)),
-        command=f"python -m pmlkit run {campaign.name} --seed {seed}{budget}",
+        planned=campaign.planned,
+        command=f"python -m pmlkit run {campaign.name} --protocol {campaign.protocol.name} --seed {seed}{budget}",
         environment=about,
     )
     folder = paths.runs() / run.run_id
@@ -86,57 +133,44 @@ def resume_run(campaign: Campaign, folder: Path) -> Run:
     """
     run, lines = read_run(folder)
     now = environment.describe()
-    keys = {job_key(job) for job in expand(campaign, run.seed)}
     for what, then, today in (
         ("campaign", run.campaign, campaign.name),
-        ("number of planned processes", run.planned, len(keys)),
+        ("protocol", run.protocol, campaign.protocol.name),
+        ("number of planned processes", run.planned, campaign.planned),
         *((name, run.environment.get(name), now[name]) for name in ("host", "cpu", "gpus", "packages", "git")),
     ):
         if then != today:
             raise PmlkitError(f"cannot resume {run.run_id}: its {what} was {then}, now it is {today}; start a new run")
-    if strange := {record.key for record in lines.records} - keys:
+    keys = {job_key(job) for job in expand(campaign, run.seed, range(campaign.protocol.most))}
+    if strange := {record.key for record in lines.records if record.arm != SENTINEL} - keys:
         raise PmlkitError(f"cannot resume {run.run_id}: it holds {len(strange)} records of another plan; start a new run")
     return run
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the run folder for this process. Raises PmlkitError if another runner writes to it.
+def measure(run: Run, groups: Iterable[list[Job]], ahead: int) -> Iterator[Record]:
+    """Run groups of jobs. The jobs of a group, and of `ahead` later groups, import at the same time; one is measured.
 
-    The lock belongs to the open file, so it is gone with the process, however that ends.
+    Starting is most of a short case's cost, so it is shared between the cores; only one worker ever touches the device.
     """
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PmlkitError(
-                f"run {folder.name} is being written by another process: wait for it, or start a new run"
-            ) from None
-        yield
-
-
-def job_key(job: Job) -> tuple[str, str, str, str, int]:
-    """Return the key that the job's record will have."""
-    return (job.case.case_id, job.subject.name, job.subject.version, job.arm, job.replicate)
-
-
-def run_group(run: Run, jobs: list[Job]) -> Iterator[Record]:
-    """Run the arms of one case in one round. All import at the same time, then they are measured one after another.
-
-    Starting is most of a short case's cost, so it is shared between the cores; nothing else runs while one is measured.
-    """
-    workers: list[Worker] = []
+    waiting, started = iter(groups), deque[list[Worker]]()
     try:
-        for job in jobs:
-            workers.append(Worker(job))
-        for worker in workers:
-            worker.wait_ready()
-        for worker in workers:
-            started_at, begin = datetime.now(UTC), time.monotonic()
-            outcome = worker.measure()
-            yield make_record(run, worker, outcome, started_at, time.monotonic() - begin)
+        while True:
+            while len(started) <= ahead and (group := next(waiting, None)) is not None:
+                started.append([])
+                for job in group:
+                    started[-1].append(Worker(job))
+            if not started:
+                return
+            for worker in started[0]:
+                worker.wait_ready()
+            for worker in started[0]:
+                started_at, begin = datetime.now(UTC), time.monotonic()
+                outcome = worker.measure()
+                yield make_record(run, worker, outcome, started_at, time.monotonic() - begin)
+                worker.close()
+            started.popleft()
     finally:
-        for worker in workers:
+        for worker in (worker for group in started for worker in group):
             worker.close()
 
 

@@ -1,5 +1,6 @@
 """From a case to something that can be timed and checked: seeded inputs, a bound subject, the float64 answer."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +54,14 @@ class Bound:
         if self.replay is None:
             for leaf in self.leaves:
                 leaf.grad = None
+
+    def poison(self) -> None:
+        """Fill gradients, and a captured pair's loss, with NaN: a replay that writes nothing must not pass on old values."""
+        for leaf in self.leaves:
+            if leaf.grad is not None:
+                leaf.grad.fill_(math.nan)
+        if self.replay is not None:
+            self.forward().detach().fill_(math.nan)
 
     def pair(self) -> Tensor:
         """Run one forward and backward pair from cleared gradients; return its loss."""

@@ -49,8 +49,8 @@ def compare(
     for label in (base, candidate):
         if label not in labels:
             raise PmlkitError(f"unknown version {label!r} in this table: {nearest(label, labels)}")
-    left, right = (cells[cells["label"] == label].set_index(KEYS) for label in (base, candidate))
-    rows = [_row(key, left.loc[key], right.loc[key], rounding) for key in left.index if key in right.index]
+    left, right = by_key(cells, base), by_key(cells, candidate)
+    rows = [_row(key, cell, right[key], rounding) for key, cell in left.items() if key in right]
     for gpu in {row["gpu"] for row in rows}:
         measured = [row for row in rows if row["gpu"] == gpu and "p" in row]
         for row, adjusted in zip(measured, false_discovery([row["p"] for row in measured]), strict=True):
@@ -92,11 +92,17 @@ def floor_of(cells: pd.DataFrame, arms: Iterable[tuple[str, str]]) -> float | No
     base: list[Any] = []
     again: list[Any] = []
     for first, second in arms:
-        left, right = (cells[cells["label"] == label].set_index(KEYS) for label in (first, second))
-        shared = [key for key in left.index if key in right.index]
-        base += [left.loc[key, "values"] for key in shared]
-        again += [right.loc[key, "values"] for key in shared]
+        left, right = by_key(cells, first), by_key(cells, second)
+        shared = [key for key in left if key in right]
+        base += [left[key]["values"] for key in shared]
+        again += [right[key]["values"] for key in shared]
     return noise_floor(base, again)
+
+
+def by_key(cells: pd.DataFrame, label: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Return the cells of a label by what a comparison holds equal: plain rows, for an index of frames is slow to ask."""
+    rows: list[dict[Any, Any]] = cells[cells["label"] == label].to_dict("records")
+    return {tuple(row[key] for key in KEYS): row for row in rows}
 
 
 def _row(key: Any, left: Any, right: Any, rounding: bool) -> dict[str, Any]:

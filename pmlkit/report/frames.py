@@ -11,8 +11,9 @@ from pmlkit.case import Case
 from pmlkit.errors import PmlkitError
 from pmlkit.hardware import Gpu, match_gpu
 from pmlkit.precision import PRECISIONS
-from pmlkit.record import Record, Run
+from pmlkit.record import Record
 from pmlkit.release import LossValues, Printed, PublishedRecord
+from pmlkit.run import Run
 
 # What a comparison holds equal; `case` is the case id, so that two widths or seeds of one op never share a cell.
 KEYS = ["gpu", "case", "op", "precision", "N"]
@@ -73,11 +74,9 @@ def frame_records(run: Run, records: Iterable[Record]) -> pd.DataFrame:
 
 
 def iteration_ms(record: Record, phase: str) -> float | None:
-    """Return a process's one number: the median over samples of the slowest rank, per iteration, in milliseconds."""
-    if record.status != "ok" or not record.samples_ns or phase not in record.samples_ns or not record.timer:
-        return None
-    slowest = [max(ranks) for ranks in record.samples_ns[phase]]
-    return float(np.median(slowest)) / record.timer.inner / 1e6
+    """Return a process's one number in milliseconds, or None."""
+    nanoseconds = record.iteration_ns(phase)
+    return None if nanoseconds is None else nanoseconds / 1e6
 
 
 def frame_published_losses(records: Iterable[PublishedRecord]) -> pd.DataFrame:

@@ -11,24 +11,32 @@ from typing import Literal
 import pandas as pd
 
 from pmlkit import paths, registry
+from pmlkit.campaign import SENTINEL
 from pmlkit.errors import PmlkitError, nearest
 from pmlkit.jsonl import Problem
-from pmlkit.record import Record, Run, read_run
+from pmlkit.record import Record
 from pmlkit.release import PublishedRecord, published_file, read_published
 from pmlkit.report.compare import compare_all, floor_of
 from pmlkit.report.frames import cells_measured, frame_moe, frame_published_losses, frame_records, machine_name
 from pmlkit.report.page import RUN_KINDS, Html, note_data
+from pmlkit.run import Run, Sitting, read_run, read_sittings
 from pmlkit.stats import LEAST_MARGIN
 
 
 @dataclass(frozen=True)
 class RunData:
-    """A run folder in memory. frame: one row a process; problems: lines that could not be used."""
+    """A run folder in memory.
+
+    records: what was planned; sentinels: the records that watch for drift. frame: one row a process of the former.
+    sittings: what ended each start of the runner. problems: lines that could not be used.
+    """
 
     name: str
     folder: Path
     run: Run
     records: list[Record]
+    sentinels: list[Record]
+    sittings: list[Sitting]
     problems: list[Problem]
     frame: pd.DataFrame
 
@@ -109,24 +117,34 @@ class SourceData:
 
 
 def load_run(name: str) -> RunData:
-    """Read a run by name (`latest`, an id, `h200/<id>`, `sample` or a folder).
+    """Read a run by name (`latest`, an id, `h200/<id>` or `h200/<campaign>`, `sample`, or a folder).
 
-    A record whose key stands twice is used once and reported. Raises PmlkitError for an unknown run and for one without
-    a single usable record.
+    Of a process that was tried again the last try counts, and that is reported. Raises PmlkitError for an unknown run
+    and for one without a single usable record.
     """
     folder = paths.find_run(name)
     run, lines = read_run(folder)
-    if not lines.records:
+    last = {record.key: record for record in lines.records}
+    used = [record for record in lines.records if last[record.key] is record]
+    planned = [record for record in used if record.arm != SENTINEL]
+    if not planned:
         detail = f": {lines.problems[0]}" if lines.problems else ""
         raise PmlkitError(f"run {run.run_id!r} in {paths.relative(folder)} has no usable record{detail}; run it again")
     file = folder / "records.jsonl"
-    records = {record.key: record for record in reversed(lines.records)}
     problems = list(lines.problems)
-    if (repeats := len(lines.records) - len(records)) > 0:
-        problems.append(Problem(paths.relative(file), 0, f"{repeats} records repeat an earlier one and are not used"))
-    used = [record for record in lines.records if records[record.key] is record]
+    if (repeats := len(lines.records) - len(used)) > 0:
+        problems.append(Problem(paths.relative(file), 0, f"{repeats} records are superseded by a later try and not used"))
     note_data(RUN_KINDS[run.sample], run.run_id, shown(file, run.run_id), digest(file))
-    return RunData(name, folder, run, used, problems, frame_records(run, used))
+    return RunData(
+        name=name,
+        folder=folder,
+        run=run,
+        records=planned,
+        sentinels=[record for record in used if record.arm == SENTINEL],
+        sittings=read_sittings(folder),
+        problems=problems,
+        frame=frame_records(run, planned),
+    )
 
 
 def load_source(key: str, kind: Literal["losses", "moe"]) -> SourceData:

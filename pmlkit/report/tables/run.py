@@ -4,9 +4,9 @@ import pandas as pd
 
 from pmlkit import campaign, paths, registry
 from pmlkit.errors import PmlkitError
-from pmlkit.record import read_run
 from pmlkit.report.load import RunData, digest, load_any_source, shown
 from pmlkit.report.page import Table, note_data
+from pmlkit.run import read_run
 
 
 def table_statuses(data: RunData) -> Table:
@@ -111,7 +111,7 @@ def table_campaigns() -> Table:
             "question": plan.question,
             "cases": len(plan.cases),
             "arms": ", ".join(plan.arms),
-            "processes": len(plan.cases) * len(plan.arms) * plan.replicates,
+            "processes": plan.planned,
             "protocol": plan.protocol.name,
         }
         for plan in campaign.CAMPAIGNS.values()
@@ -128,7 +128,7 @@ def table_plan(name: str) -> Table:
             "op": case.op,
             "precision": case.precision,
             "arms": ", ".join(plan.arms),
-            "processes": len(plan.arms) * plan.replicates,
+            "processes": len(plan.arms) * plan.protocol.processes,
         }
         for case in plan.cases
     ]
