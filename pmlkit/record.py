@@ -1,5 +1,6 @@
 """A measured record: what one process saw of one case. Raw, append-only; nothing that can be computed is stored."""
 
+from itertools import chain
 from statistics import median
 from typing import Literal
 
@@ -180,9 +181,10 @@ class Record(Strict, kw_only=True):
         assert self.samples_ns is not None
         if self.timer is None or not self.samples_ns or not all(self.samples_ns.values()):
             raise ValueError("samples_ns without a timer or without samples")
-        if len({len(ranks) for samples in self.samples_ns.values() for ranks in samples}) != 1:
+        every = list(chain.from_iterable(self.samples_ns.values()))
+        if len(set(map(len, every))) != 1:
             raise ValueError("samples_ns: every sample needs one entry per rank")
-        least = min(value for samples in self.samples_ns.values() for ranks in samples for value in ranks)
+        least = min(map(min, every))
         if self.status == "ok" and least <= 0:
             raise ValueError(f"samples_ns holds {least}: zero or negative time is status 'timer_error'")
 
@@ -195,4 +197,4 @@ class Record(Strict, kw_only=True):
         """Return the process's one number: the median over samples of the slowest rank, per iteration; None without it."""
         if self.status != "ok" or not self.samples_ns or phase not in self.samples_ns or not self.timer:
             return None
-        return median(max(ranks) for ranks in self.samples_ns[phase]) / self.timer.inner
+        return median(map(max, self.samples_ns[phase])) / self.timer.inner

@@ -29,6 +29,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bind: dotted path `module:function` called with (case, inputs) in the worker.
     package: distribution whose installed version must equal `version`, or None for pmlkit's own code. imports: modules
     that its binder needs, imported before the measurement begins.
+    process: subjects of one such name are measured after one another in one process, "" = each in its own.
     interpreter, path: another Python, or a folder put first on its module path, for another release of the package.
     """
 
@@ -40,6 +41,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     precisions: tuple[str, ...]
     package: str | None = None
     imports: tuple[str, ...] = ()
+    process: str = ""
     interpreter: str | None = None
     path: str | None = None
     math: Math = "plain"
@@ -111,6 +113,7 @@ SUBJECTS = {
             ops=LOSSES,
             precisions=("fp32", "bf16"),
             imports=("torch._inductor.compile_fx",),
+            process="compiled",
         ),
         Subject(
             key="dense-graph",
@@ -120,6 +123,7 @@ SUBJECTS = {
             ops=LOSSES,
             precisions=("fp32", "bf16"),
             imports=("torch._inductor.compile_fx",),
+            process="compiled",
         ),
     )
 }

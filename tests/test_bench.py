@@ -2,19 +2,24 @@
 
 import time
 
+import msgspec
 import pytest
 import torch
 
 from pmlkit.bench.check import check_answer, mining_gap
 from pmlkit.bench.clocks import WallClock
-from pmlkit.bench.measure import judge_timer
+from pmlkit.bench.kernels import covered
+from pmlkit.bench.measure import drifts, judge_timer, refuse
 from pmlkit.bench.memory import profile_memory
 from pmlkit.bench.outcome import Outcome
+from pmlkit.bench.rotate import Rotating
 from pmlkit.bench.timing import time_phases, warm_up
-from pmlkit.campaign import loss_case
+from pmlkit.campaign import Job, loss_case
+from pmlkit.errors import PmlkitError
 from pmlkit.losses.bind import Bound, bind_reference, make_inputs
-from pmlkit.protocol import Protocol
+from pmlkit.protocol import PROTOCOLS, Protocol
 from pmlkit.record import Timer
+from pmlkit.registry import subject
 
 PROTOCOL = Protocol(name="test", blocks=3, block_s=0.1, warmup=4, warmup_s=0.01)
 
@@ -146,3 +151,63 @@ def test_mining_gap() -> None:
     assert mining_gap(inputs, (a, n, p)) == float("inf")
     assert mining_gap(inputs, (a[1:], p[1:], n[1:])) == float("inf")
     assert mining_gap(inputs, (a[:0], p[:0], n[:0])) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("spans", "total"),
+    [([], 0), ([(0, 5), (10, 12)], 7), ([(0, 10), (2, 3), (9, 12)], 12), ([(5, 6), (0, 1)], 2), ([(0, 4), (0, 4)], 4)],
+)
+def test_busy_time_counts_overlaps_once(spans: list[tuple[int, int]], total: int) -> None:
+    """Kernels that overlap keep the device busy once."""
+    assert covered(spans) == total
+
+
+def test_rotating_inputs_take_turns() -> None:
+    """Each pair runs on the next set, clears and fills that set's gradients only, and the rest wait."""
+    cases = [loss_case("contrastive", 16, "fp32")] * 3
+    inputs = [make_inputs(case) for case in cases]
+    bound = Rotating([bind_reference(case, one) for case, one in zip(cases, inputs, strict=True)])
+    for turn in range(4):
+        bound.pair()
+        assert [one.emb_ND.grad is not None for one in inputs] == [i <= turn for i in range(3)]
+    first = inputs[0].emb_ND.grad
+    assert first is not None
+    assert torch.equal(first, inputs[1].emb_ND.grad)  # type: ignore[arg-type]
+    samples = time_phases(bound, 3, 2, WallClock())
+    assert set(samples) == {"pair", "forward", "backward"}
+
+
+def test_a_reset_before_each_iteration_is_not_timed() -> None:
+    """With a 30 ms reset before each iteration a 60 ms pair still takes 60 ms."""
+    samples = time_phases(sleeper(), 1, 2, WallClock(), reset=lambda: time.sleep(0.03))
+    for phase, expected in (("forward", 20), ("backward", 40), ("pair", 60)):
+        assert expected <= min(ranks[0] for ranks in samples[phase]) / 1e6 < 1.3 * expected
+
+
+@pytest.mark.parametrize(
+    ("windows", "unsteady"),
+    [
+        ([100 + i for i in range(15)], True),  # a ramp of 14 %
+        ([1000 + i / 10 for i in range(15)], False),  # a ramp of 0.1 %
+        ([100, 110] * 7 + [100], False),  # wide but without a trend
+        ([100 + 5 * i for i in range(5)], False),  # too few to tell
+    ],
+)
+def test_a_trend_of_the_windows_is_found(windows: list[float], unsteady: bool) -> None:
+    """Only many windows with a trend of over 1 % are unsteady."""
+    assert drifts({"pair": [[round(1000 * value)] for value in windows]}) == unsteady
+
+
+def test_a_cache_state_that_this_device_cannot_make_is_refused() -> None:
+    """A processor has no cache that this engine could overwrite: the worker says so before it measures."""
+    protocol = msgspec.structs.replace(PROTOCOLS["pmlkit-cpu"], cache="cold")
+    job = Job(
+        case=loss_case("contrastive", 16, "fp32"),
+        subject=subject("reference"),
+        arm="a",
+        replicate=0,
+        order=0,
+        protocol=protocol,
+    )
+    with pytest.raises(PmlkitError, match="'cold' caches are made on CUDA devices only"):
+        refuse(job)

@@ -5,19 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from pmlkit import paths
-from pmlkit.bench import runner
+from pmlkit.bench import locks, runner
 from pmlkit.campaign import Campaign, loss_case
 from pmlkit.errors import PmlkitError
 from pmlkit.protocol import Protocol
 from pmlkit.record import Record
 from pmlkit.registry import subject
-from pmlkit.run import read_run
+from pmlkit.run import read_run, read_sittings
 
 PLAN = Campaign(
     name="durable",
@@ -31,7 +32,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from pmlkit import paths
-from pmlkit.bench import runner
+from pmlkit.bench import locks, runner
 from tests.test_durability import PLAN
 paths.runs = lambda: Path(sys.argv[1])
 runner.run_campaign(PLAN)
@@ -125,21 +126,64 @@ def test_a_full_disk_is_a_clear_stop(tmp_path: Path) -> None:
     assert len(records(folder)) == 8
 
 
-def test_an_interrupt_keeps_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C between two cases leaves whole records and no worker behind."""
+def test_an_interrupt_lets_the_process_in_flight_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after the third record ends the group in flight, records it, says so, and raises; resuming does the rest."""
     made: list[Record] = []
 
     def interrupt(self, record: Record) -> None:
         made.append(record)
         if len(made) == 3:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(runner.Progress, "update", interrupt)
     with pytest.raises(KeyboardInterrupt):
         runner.run_campaign(PLAN)
     (folder,) = (tmp_path / "runs").iterdir()
     assert records(folder) == made
-    assert len(made) == 3
+    assert len(made) == 4
+    assert [(sitting.ended_by, sitting.records) for sitting in read_sittings(folder)] == [("interrupted", 4)]
+    runner.run_campaign(PLAN, resume=str(folder))
+    assert len(records(folder)) == 8
+    assert read_sittings(folder)[-1].ended_by in ("narrow", "most")
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever presses twice does not wait; whole records stay and no worker is left behind."""
+
+    def interrupt(self, record: Record) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(runner.Progress, "update", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_campaign(PLAN)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert len(records(folder)) == 1
+
+
+def test_two_campaigns_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is held by its UUID, whatever folder the runs are in; without a device a GPU campaign does not begin."""
+    monkeypatch.setattr(locks, "visible_card", lambda: "0123456789abcdef")
+    with locks.device_lock("cuda"):
+        with pytest.raises(PmlkitError, match="another campaign is measuring on this GPU"), locks.device_lock("cuda"):
+            pass
+        with locks.device_lock("cpu"), locks.device_lock("cpu"):
+            pass
+    monkeypatch.setattr(locks, "visible_card", lambda: "")
+    with pytest.raises(PmlkitError, match="needs a CUDA device"), locks.device_lock("cuda"):
+        pass
+
+
+def test_a_retried_status_runs_once_more() -> None:
+    """`retry` runs exactly the jobs of that status again and keeps their earlier records; unknown words are refused."""
+    name = "raises"
+    fake = msgspec.structs.replace(subject("reference"), key=name, name=name, bind=f"tests.fake_subjects:{name}")
+    plan = msgspec.structs.replace(PLAN, cases=PLAN.cases[:1], arms={"a": subject("reference"), "b": fake})
+    folder = runner.run_campaign(plan)
+    runner.run_campaign(plan, resume=str(folder), retry=runner.check_statuses(["error"]))
+    assert Counter(record.arm for record in records(folder)) == {"a": 2, "b": 4}
+    with pytest.raises(PmlkitError, match="--retry 'eror': did you mean"):
+        runner.check_statuses(["eror"])
 
 
 def with_three_processes(plan: Campaign) -> Campaign:

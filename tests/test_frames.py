@@ -36,7 +36,7 @@ def test_median_over_samples_of_the_slowest_rank() -> None:
 
 def test_cells_hold_every_process_or_the_failure() -> None:
     """A cell of an arm that failed once has no values and names the status; the others have three."""
-    cells = cells_measured(frame())
+    cells = cells_measured(sample_run.run(), RECORDS)
     assert len(cells) == len(sample_run.cases()) * len(sample_run.ARMS)
     failed = cells[cells["status"] != "ok"]
     assert set(failed["status"]) == set(sample_run.REASONS)

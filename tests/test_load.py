@@ -10,12 +10,13 @@ import pytest
 from pmlkit.errors import PmlkitError
 from pmlkit.jsonl import append_line
 from pmlkit.record import Record
+from pmlkit.report.health import verdict_health
 from pmlkit.report.load import load_run, load_source, provenance
 from pmlkit.report.plots.losses import plot_ratios
 from pmlkit.report.plots.run import plot_order, plot_phases
 from pmlkit.report.tables.losses import table_measured, table_verdicts
 from pmlkit.report.tables.run import table_checks, table_control, table_failures, table_statuses
-from pmlkit.report.verdicts import verdict_health, verdict_run, verdict_run_roofs
+from pmlkit.report.verdicts import verdict_run, verdict_run_roofs
 from tests import sample_run
 
 GPU = {"name": "NVIDIA H200", "power_limit_w": 700.0}

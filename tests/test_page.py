@@ -8,6 +8,7 @@ import pytest
 from pmlkit.report.compare import compare
 from pmlkit.report.figure import data_uri
 from pmlkit.report.frames import cells_published
+from pmlkit.report.health import verdict_health
 from pmlkit.report.load import load_run, load_source, provenance
 from pmlkit.report.page import Table, verdict
 from pmlkit.report.plots.losses import Quantity, memory_cells, plot_ratios, plot_values
@@ -22,7 +23,6 @@ from pmlkit.report.verdicts import (
     host_bound_series,
     repeats,
     slowdowns,
-    verdict_health,
     verdict_moe,
     verdict_roofline,
     verdict_run,
@@ -118,7 +118,7 @@ def test_opening_sentences() -> None:
     assert "on RTX 5090: 8 faster, 5 slower, 5 inconclusive of 18" in verdict_versions(JUDGED).text
     assert "Nearest roof: nvlink in 33, compute in 24, hbm in 6 of 63 cases" in verdict_roofline(roofline_moe(MOE.frame)).text
     assert "7 configurations were measured twice and differ by -1.5 to +0.8 %" in verdict_moe(MOE).text
-    assert "144 planned, 144 recorded, 134 ok, 2 flagged" in verdict_run(SAMPLE).text
+    assert "144 planned, 144 recorded, 134 ok, 1 unsteady, 1 below_resolution" in verdict_run(SAMPLE).text
     assert "0 false alarms in 16 comparisons" in verdict_health(SAMPLE).text
     assert "no percentage is given" in verdict_run_roofs(SAMPLE).text
     assert verdict("a", "", "b").text == "a\nb"

@@ -124,3 +124,17 @@ def test_a_bad_run_head_is_one_clear_error(tmp_path: Path, text: str, message: s
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(PmlkitError, match=message):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['"order": 1, "order": 1, ', '"unheard_of": 1, ', '"wall_s": NaN, '])
+def test_a_whole_file_is_read_as_strictly_as_its_lines(tmp_path: Path, text: str) -> None:
+    """Reading a file in one go finds what reading it line by line does: one bad line among thousands, by its number."""
+    good = [json.dumps(msgspec.to_builtins(record)) for record in sample_run.records()]
+    bad = good[5].replace("{", "{" + text, 1)
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(f"{line}\n" for line in [*good[:5], bad, *good[6:]]))
+    lines = read_lines(path, Record, SCHEMA)
+    assert [problem.line for problem in lines.problems] == [6]
+    assert len(lines.records) == len(good) - 1
+    path.write_text("".join(f"{line}\n" for line in good))
+    assert read_lines(path, Record, SCHEMA).records == sample_run.records()

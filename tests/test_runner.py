@@ -146,3 +146,16 @@ def test_what_names_this_machine_is_scrubbed() -> None:
     assert "<elsewhere>/z.py" in text
     assert len(platform.node()) <= 3 or platform.node() not in text
     assert scrub("3/4 of https://example.org/a/b and a/b stay") == "3/4 of https://example.org/a/b and a/b stay"
+
+
+def test_subjects_may_share_a_process() -> None:
+    """Subjects of one process name are measured in one process, in turn; each has its own record, checked and timed."""
+    records = run_arms({"one": fake("fine", process="both"), "two": fake("fine", process="both")})
+    assert {record.status for record in records} == {"ok"}
+    assert [record.log_tail.count("a subject may print") for record in records] == [1, 2]
+
+
+def test_a_death_in_a_shared_process_costs_only_its_own_record() -> None:
+    """Whichever comes first, the subject that shares a process with one that kills it is still measured."""
+    records = run_arms({"killed": fake("killed", process="both"), "fine": fake("fine", process="both")})
+    assert {record.arm: record.status for record in records} == {"killed": "host_oom", "fine": "ok"}

@@ -1,5 +1,6 @@
 """What one worker does with one case: prove the answer, warm up, time, prove it again, then look at kernels and memory."""
 
+import gc
 import math
 from collections.abc import Callable
 from statistics import median
@@ -51,6 +52,14 @@ def measure(job: Job, bind: Callable[[Case, LossInputs], Bound]) -> Outcome:
         failed = failure(error)
         failed.check = outcome.check
         return failed
+
+
+def forget() -> None:
+    """Give back what the last job held, so that the next one in this process finds the memory of a fresh one."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 def _right(outcome: Outcome, check: Check, when: str) -> bool:

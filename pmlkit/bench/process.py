@@ -23,7 +23,10 @@ _ABSOLUTE = re.compile(r"(?<![\w<>./:-])/(?:[\w.@+-]+/)+[\w.@+-]+")
 
 
 class Worker:
-    """One worker process. It is started early to import, and measures only after `measure` was called."""
+    """One worker process. It is started early to import, and measures only after `measure` was called.
+
+    It may serve further jobs afterwards (`take`); all must name the same interpreter.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -54,6 +57,12 @@ class Worker:
             start_new_session=True,
         )
 
+    def take(self, job: Job) -> None:
+        """Give the process, which has measured one job, another."""
+        self.job, self.deadline = job, time.monotonic() + job.protocol.timeout_s
+        self._send(msgspec.json.encode(job))
+        self.wait_ready()
+
     def wait_ready(self) -> None:
         """Wait until the worker has imported everything; one that dies or is late will not compete with its neighbours."""
         if self.problem is None and self._line() != b'"ready"':
@@ -67,15 +76,19 @@ class Worker:
         self._send(b"go")
         line = self._line()
         if line is None:
-            return self._verdict()
-        self.end()
+            self.problem = self._verdict()
+            return self.problem
         try:
             return msgspec.json.decode(line, type=Outcome)
         except msgspec.DecodeError as error:
-            return Outcome(status="crashed", reason=f"the worker's answer is not an outcome: {error}")
+            self.problem = Outcome(status="crashed", reason=f"the worker's answer is not an outcome: {error}")
+            return self.problem
 
     def end(self) -> bool:
-        """Wait briefly for a voluntary exit; True if it came, else end the worker and all that it started."""
+        """Say that there are no more jobs and wait briefly for the exit; True if it came, else end the worker and its own."""
+        with suppress(OSError):
+            if self.process.stdin is not None:
+                self.process.stdin.close()
         try:
             self.process.wait(timeout=2)
             return True

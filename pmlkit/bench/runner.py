@@ -148,30 +148,60 @@ def resume_run(campaign: Campaign, folder: Path) -> Run:
 
 
 def measure(run: Run, groups: Iterable[list[Job]], ahead: int) -> Iterator[Record]:
-    """Run groups of jobs. The jobs of a group, and of `ahead` later groups, import at the same time; one is measured.
+    """Run groups of jobs. The workers of a group, and of `ahead` later groups, import at the same time; one measures.
 
     Starting is most of a short case's cost, so it is shared between the cores; only one worker ever touches the device.
     """
-    waiting, started = iter(groups), deque[list[Worker]]()
+    waiting, started = iter(groups), deque[list[Sharers]]()
     try:
         while True:
             while len(started) <= ahead and (group := next(waiting, None)) is not None:
                 started.append([])
-                for job in group:
-                    started[-1].append(Worker(job))
+                for jobs in by_process(group):
+                    started[-1].append(Sharers(jobs))
             if not started:
                 return
-            for worker in started[0]:
-                worker.wait_ready()
-            for worker in started[0]:
-                started_at, begin = datetime.now(UTC), time.monotonic()
-                outcome = worker.measure()
-                yield make_record(run, worker, outcome, started_at, time.monotonic() - begin)
-                worker.close()
+            for sharers in started[0]:
+                sharers.worker.wait_ready()
+            for sharers in started[0]:
+                yield from sharers.measure(run)
             started.popleft()
     finally:
-        for worker in (worker for group in started for worker in group):
-            worker.close()
+        for sharers in (sharers for group in started for sharers in group):
+            sharers.worker.close()
+
+
+def by_process(jobs: Iterable[Job]) -> list[list[Job]]:
+    """Return the jobs as lists that share a process, in the order of the first of each."""
+    shared: dict[str, list[Job]] = {}
+    for job in jobs:
+        shared.setdefault(job.subject.process or f"arm {job.arm}", []).append(job)
+    return list(shared.values())
+
+
+class Sharers:
+    """Jobs that share a process, one after another. After a death the next job gets a process of its own."""
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self.jobs = jobs
+        self.worker = Worker(jobs[0])
+
+    def measure(self, run: Run) -> Iterator[Record]:
+        """Yield a record for every job, and end the process."""
+        for job in self.jobs:
+            if job is not self.worker.job:
+                if self.worker.problem is None:
+                    self.worker.take(job)
+                else:
+                    self.worker.close()
+                    self.worker = Worker(job)
+                    self.worker.wait_ready()
+            started_at, begin = datetime.now(UTC), time.monotonic()
+            outcome = self.worker.measure()
+            yield make_record(run, self.worker, outcome, started_at, time.monotonic() - begin)
+        if self.worker.problem is None:
+            self.worker.end()
+        self.worker.close()
 
 
 def make_record(run: Run, worker: Worker, outcome: Outcome, started_at: datetime, wall_s: float) -> Record:

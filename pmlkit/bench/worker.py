@@ -1,8 +1,8 @@
-"""One process, one case: bind the subject, prove its answer, time it, report one line.
+"""One process: for each job bind the subject, prove its answer, time it, report one line.
 
-Protocol with the runner: it sends the job as one JSON line, the worker imports what it needs and answers `ready`, the
-runner says `go`, the worker answers its outcome as one JSON line and exits. Everything that anybody prints goes to
-standard error, so that it cannot mix with the answer.
+Protocol with the runner: it sends a job as one JSON line, the worker imports what it needs and answers `ready`, the
+runner says `go`, the worker answers its outcome as one JSON line; then another job, or the end. Everything that anybody
+prints goes to standard error, so that it cannot mix with the answer.
 """
 
 import os
@@ -21,37 +21,35 @@ from pmlkit.registry import resolve
 
 
 def main() -> None:
-    """Serve one job on standard input and output."""
+    """Serve jobs on standard input and output until there are no more."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    job = msgspec.json.decode(sys.stdin.readline(), type=Job)
-    if job.subject.path:
-        sys.path.insert(0, job.subject.path)
     quiet = quiet_cores()
     keep_to([core for core in os.sched_getaffinity(0) if core not in quiet] if quiet else [])
-    prepared: Callable[[Job], Outcome] | None = None
-    problem: Outcome | None = None
-    try:
-        prepared = prepare(job)
-    except Exception as error:
-        problem = failure(error)
-    print('"ready"', file=answer, flush=True)
-    if sys.stdin.readline().strip() != "go":
-        return
-    keep_to(quiet)
-    outcome = problem if prepared is None else prepared(job)
-    assert outcome is not None
-    print(msgspec.json.encode(outcome).decode(), file=answer, flush=True)
+    while line := sys.stdin.readline():
+        job = msgspec.json.decode(line, type=Job)
+        prepared: Callable[[], Outcome]
+        try:
+            prepared = prepare(job)
+        except Exception as error:
+            prepared = partial(failure, error)
+        print('"ready"', file=answer, flush=True)
+        if sys.stdin.readline().strip() != "go":
+            break
+        keep_to(quiet)
+        print(msgspec.json.encode(prepared()).decode(), file=answer, flush=True)
     sys.stderr.flush()
     os._exit(0)  # all is said; tearing torch down would take longer than most measurements
 
 
-def prepare(job: Job) -> Callable[[Job], Outcome]:
+def prepare(job: Job) -> Callable[[], Outcome]:
     """Import torch, the engine and the subject (the slow part of a start), so that `go` starts at work.
 
     Nothing here may touch the device: other workers wait in the same state while one measures. Returns the measurement.
     """
     subject = job.subject
+    if subject.path and subject.path not in sys.path:
+        sys.path.insert(0, subject.path)
     version = installed(subject.package) if subject.package else subject.version
     if version != subject.version:
         raise Unsupported(f"{subject.package} {subject.version} is not installed (found {version}): pip install it")
@@ -59,13 +57,15 @@ def prepare(job: Job) -> Callable[[Job], Outcome]:
         raise Unsupported(f"{subject.name} has no {job.case.precision} path")
     import torch
 
-    from pmlkit.bench.measure import measure, refuse
+    from pmlkit.bench.measure import forget, measure, refuse
 
     refuse(job)
+    forget()
     torch.set_num_threads(job.protocol.threads)
-    for module in subject.imports:
+    measuring = ("pmlkit.stats", "pynvml") if job.protocol.device == "cuda" else ()
+    for module in (*measuring, *subject.imports):
         import_module(module)
-    return partial(measure, bind=resolve(subject.bind))
+    return partial(measure, job, resolve(subject.bind))
 
 
 if __name__ == "__main__":

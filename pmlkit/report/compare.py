@@ -42,7 +42,8 @@ def compare(
 
     cells: columns gpu, op, precision, N, label, status, values (one a process), rounding. The result names its `base` and
     `candidate`. The false-discovery control runs over the table of one GPU. A case that is not ok on either side is
-    `not comparable`; its change says why.
+    `not comparable`; its change says why. What is faster or slower in time but not in clock cycles is `inconclusive`
+    and `clock-confounded`, where the clock was read (column cycles).
     Raises PmlkitError for an unknown label.
     """
     labels = sorted(cells["label"].unique())
@@ -56,6 +57,7 @@ def compare(
         for row, adjusted in zip(measured, false_discovery([row["p"] for row in measured]), strict=True):
             row["q"] = adjusted
             row["verdict"] = verdict(Ratio(row["ratio"], row["low"], row["high"], row["p"]), adjusted, margin)
+            _hold_in_cycles(row, adjusted, margin)
     return pd.DataFrame(rows, columns=[*KEYS, *RESULTS]).assign(base=base, candidate=candidate)
 
 
@@ -105,6 +107,15 @@ def by_key(cells: pd.DataFrame, label: str) -> dict[tuple[Any, ...], dict[str, A
     return {tuple(row[key] for key in KEYS): row for row in rows}
 
 
+def _hold_in_cycles(row: dict[str, Any], adjusted_p: float, margin: float) -> None:
+    """Take back a decision that clock cycles do not bear out: then the clock was faster, not the code."""
+    base, candidate = row.pop("cycles")
+    if row["verdict"] not in ("faster", "slower") or min(len(base), len(candidate)) < 2:
+        return
+    if verdict(ratio_of_times(base, candidate), adjusted_p, margin) != row["verdict"]:
+        row["verdict"], row["change"] = "inconclusive", "clock-confounded"
+
+
 def _row(key: Any, left: Any, right: Any, rounding: bool) -> dict[str, Any]:
     """Return one comparison without its verdict; cells that are not ok, or have one process only, are not comparable."""
     row: dict[str, Any] = dict(zip(KEYS, key, strict=True))
@@ -115,4 +126,6 @@ def _row(key: Any, left: Any, right: Any, rounding: bool) -> dict[str, Any]:
     if min(len(left["values"]), len(right["values"])) < 2:
         return row | {"verdict": "not comparable", "change": "one process only"}
     ratio = ratio_of_times(left["values"], right["values"], (left["rounding"] + right["rounding"]) if rounding else 0.0)
-    return row | {"ratio": ratio.estimate, "low": ratio.low, "high": ratio.high, "p": ratio.p, "change": ""}
+    cycles = left.get("cycles", []), right.get("cycles", [])
+    found = {"ratio": ratio.estimate, "low": ratio.low, "high": ratio.high, "p": ratio.p}
+    return row | found | {"cycles": cycles, "change": ""}

@@ -1,6 +1,7 @@
 """Records as data frames: one row a record, then one row a cell (everything one version showed of one case on one GPU)."""
 
 from collections.abc import Iterable
+from statistics import mode
 from typing import Any
 
 import numpy as np
@@ -35,14 +36,16 @@ def board_of(run: Run) -> Gpu | None:
 
 
 def frame_records(run: Run, records: Iterable[Record]) -> pd.DataFrame:
-    """Return one row per measured process: identity, status, and milliseconds per iteration (median of its samples).
+    """Return one row per measured process: identity, status, milliseconds per iteration, memory, pace and clock.
 
     Sorted by case, arm and replicate, in the order of the registries; `order` keeps the order in time.
     """
+    machine = machine_name(run)
     rows = []
-    for record in records:
+    for record in in_order(records):
+        check = record.check
         row = {
-            "gpu": machine_name(run),
+            "gpu": machine,
             "case": record.case_id,
             "op": record.op,
             "precision": record.precision,
@@ -56,21 +59,48 @@ def frame_records(run: Run, records: Iterable[Record]) -> pd.DataFrame:
             "reason": record.reason or "",
             "flags": ", ".join(record.flags),
             "wall_s": record.wall_s,
-            "error": record.check.rms_rel if record.check else None,
-            "limit": record.check.limit if record.check else None,
+            "error": check.rms_rel if check else None,
+            "limit": check.limit if check else None,
         }
         for phase in registry.op(record.op).phases:
             row[f"{phase}_ms"] = iteration_ms(record, phase)
-        beyond = [memory.allocated_peak_bytes - memory.baseline_bytes for memory in record.memory or []]
-        row["beyond_mib"] = max(beyond) / 2**20 if beyond else None
-        rows.append(row)
-    ranks = {"op": list(registry.OPS), "precision": list(PRECISIONS)}
-    order = ["op", "precision", "N", "case", "label", "replicate"]
-    return pd.DataFrame(rows).sort_values(
-        order,
-        ignore_index=True,
-        key=lambda column: column.map(ranks[str(column.name)].index) if column.name in ranks else column,
+        rows.append(row | _memory(record) | _pace(record))
+    return pd.DataFrame(rows)
+
+
+def in_order(records: Iterable[Record]) -> list[Record]:
+    """Return the records by case, arm and replicate, ops and precisions in the order of the registries."""
+    ops, precisions = ({key: place for place, key in enumerate(keys)} for keys in (registry.OPS, PRECISIONS))
+    return sorted(
+        records, key=lambda r: (ops[r.op], precisions[r.precision], r.shape.get("N", 0), r.case_id, r.arm, r.replicate)
     )
+
+
+def _memory(record: Record) -> dict[str, float | None]:
+    """Return the peak of the fullest rank in MiB: all of it, beyond the inputs, and beyond workspaces of the library too."""
+    if not record.memory:
+        return {"peak_mib": None, "beyond_mib": None, "workspace_mib": None}
+    fullest = max(record.memory, key=lambda memory: memory.allocated_peak_bytes)
+    workspace = fullest.workspace_bytes or 0
+    own = fullest.allocated_peak_bytes - fullest.baseline_bytes - workspace
+    return {
+        "peak_mib": fullest.allocated_peak_bytes / 2**20,
+        "beyond_mib": own / 2**20,
+        "workspace_mib": workspace / 2**20,
+    }
+
+
+def _pace(record: Record) -> dict[str, float | None]:
+    """Return the mean SM clock while timing, and of a profiled pair launches, busy time, and its share of the wall time."""
+    clocks = record.conditions[0].sm_mhz if record.conditions else []
+    row: dict[str, float | None] = {"sm_mhz": sum(clocks) / len(clocks) if clocks else None}
+    if not record.kernels:
+        return row | dict.fromkeys(("launches", "busy_ms", "busy_share", "queued_ms"))
+    seen = record.kernels[0]
+    busy, wall = seen.busy_ns / seen.pairs / 1e6, iteration_ms(record, "pair_wall")
+    queued = None if seen.queued_ns is None else seen.queued_ns / seen.pairs / 1e6
+    share = busy / wall if wall else None
+    return row | {"launches": seen.launches / seen.pairs, "busy_ms": busy, "busy_share": share, "queued_ms": queued}
 
 
 def iteration_ms(record: Record, phase: str) -> float | None:
@@ -118,22 +148,40 @@ def cells_published(frame: pd.DataFrame) -> pd.DataFrame:
     return unique_cells(cells)
 
 
-def cells_measured(frame: pd.DataFrame, phase: str = "pair") -> pd.DataFrame:
-    """Return one row per (machine, case, arm): `ok` or the most frequent failure, and one value a process in milliseconds.
+def cells_measured(run: Run, records: Iterable[Record], phase: str = "pair") -> pd.DataFrame:
+    """Return one row per case and arm: `ok` or the most frequent failure; one value a process in milliseconds (`values`)
+    and, where the clock was read, in millions of clock cycles (`cycles`).
 
     Raises PmlkitError if an arm mixes two versions: they would be averaged into a release that does not exist.
     """
-    for arm, group in frame.groupby("label", sort=False):
-        versions = sorted(set(group["subject"] + " " + group["version"]))
-        if len(versions) > 1:
-            raise PmlkitError(f"arm {arm!r} of this run mixes {' and '.join(versions)}: give each version its own arm")
-    rows = []
-    for key, group in frame.groupby(CELL_KEYS, sort=False):
-        failed = group.loc[group["status"] != "ok", "status"]
-        status = "ok" if failed.empty else failed.mode()[0]
-        values = group[f"{phase}_ms"].dropna().tolist() if status == "ok" else []
-        rows.append({**dict(zip(CELL_KEYS, key, strict=True)), "status": status, "values": values, "rounding": 0.0})
-    return unique_cells(pd.DataFrame(rows, columns=[*CELL_KEYS, "status", "values", "rounding"]))
+    machine = machine_name(run)
+    cells: dict[tuple[Any, ...], tuple[list[str], list[float], list[float]]] = {}
+    versions: dict[str, set[str]] = {}
+    for record in in_order(records):
+        versions.setdefault(record.arm, set()).add(f"{record.subject} {record.version}")
+        key = (machine, record.case_id, record.op, record.precision, record.shape.get("N"), record.arm)
+        failed, values, cycles = cells.setdefault(key, ([], [], []))
+        value = iteration_ms(record, phase)
+        if record.status != "ok":
+            failed.append(record.status)
+        elif value is not None:
+            values.append(value)
+            clocks = record.conditions[0].sm_mhz if record.conditions else []
+            cycles += [value * sum(clocks) / len(clocks) / 1e3] if clocks else []
+    for arm, found in versions.items():
+        if len(found) > 1:
+            raise PmlkitError(f"arm {arm!r} of this run mixes {' and '.join(sorted(found))}: give each version its own arm")
+    rows = [
+        {
+            **dict(zip(CELL_KEYS, key, strict=True)),
+            "status": mode(failed) if failed else "ok",
+            "values": [] if failed else values,
+            "cycles": cycles if len(cycles) == len(values) and not failed else [],
+            "rounding": 0.0,
+        }
+        for key, (failed, values, cycles) in cells.items()
+    ]
+    return unique_cells(pd.DataFrame(rows, columns=[*CELL_KEYS, "status", "values", "cycles", "rounding"]))
 
 
 def unique_cells(cells: pd.DataFrame) -> pd.DataFrame:

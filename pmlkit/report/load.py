@@ -13,7 +13,7 @@ import pandas as pd
 from pmlkit import paths, registry
 from pmlkit.campaign import SENTINEL
 from pmlkit.errors import PmlkitError, nearest
-from pmlkit.jsonl import Problem
+from pmlkit.jsonl import Problem, uncollected
 from pmlkit.record import Record
 from pmlkit.release import PublishedRecord, published_file, read_published
 from pmlkit.report.compare import compare_all, floor_of
@@ -27,8 +27,8 @@ from pmlkit.stats import LEAST_MARGIN
 class RunData:
     """A run folder in memory.
 
-    records: what was planned; sentinels: the records that watch for drift. frame: one row a process of the former.
-    sittings: what ended each start of the runner. problems: lines that could not be used.
+    records: what was planned; sentinels: the records that watch for drift. sittings: what ended each start of the runner.
+    problems: lines that could not be used.
     """
 
     name: str
@@ -38,12 +38,16 @@ class RunData:
     sentinels: list[Record]
     sittings: list[Sitting]
     problems: list[Problem]
-    frame: pd.DataFrame
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """One row a process, the sentinel's left out."""
+        return frame_records(self.run, self.records)
 
     @cached_property
     def cells(self) -> pd.DataFrame:
         """One row per case and arm, for comparisons of the pair time."""
-        return cells_measured(self.frame)
+        return cells_measured(self.run, self.records)
 
     @property
     def baseline(self) -> str:
@@ -53,8 +57,9 @@ class RunData:
 
     @cached_property
     def subjects(self) -> dict[str, tuple[str, str]]:
-        """Subject and version of each arm, in order of appearance."""
-        return {row["label"]: (row["subject"], row["version"]) for row in self.frame.to_dict("records")}
+        """Subject and version of each arm, by name."""
+        found = {record.arm: (record.subject, record.version) for record in self.records}
+        return {arm: found[arm] for arm in sorted(found)}
 
     @property
     def candidates(self) -> list[str]:
@@ -123,9 +128,13 @@ def load_run(name: str) -> RunData:
     and for one without a single usable record.
     """
     folder = paths.find_run(name)
+    with uncollected():
+        return _read(name, folder)
+
+
+def _read(name: str, folder: Path) -> RunData:
     run, lines = read_run(folder)
-    last = {record.key: record for record in lines.records}
-    used = [record for record in lines.records if last[record.key] is record]
+    used = list({record.key: record for record in lines.records}.values())
     planned = [record for record in used if record.arm != SENTINEL]
     if not planned:
         detail = f": {lines.problems[0]}" if lines.problems else ""
@@ -143,7 +152,6 @@ def load_run(name: str) -> RunData:
         sentinels=[record for record in used if record.arm == SENTINEL],
         sittings=read_sittings(folder),
         problems=problems,
-        frame=frame_records(run, planned),
     )
 
 

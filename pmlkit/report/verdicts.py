@@ -6,6 +6,7 @@ import pandas as pd
 
 from pmlkit.report.compare import count_sentence, overall
 from pmlkit.report.frames import board_of, case_name, iteration_ms, machine_name
+from pmlkit.report.health import validity
 from pmlkit.report.load import RunData, SourceData
 from pmlkit.report.page import Html, note, verdict
 from pmlkit.report.plots.moe import settling_words
@@ -29,46 +30,6 @@ def verdict_run(data: RunData) -> Html:
         words = f"Geometric mean of times ×{mean[0]:.3g} over {mean[1]} common cases. " if mean else ""
         sentences.append(f"{arm} against {data.baseline}: {count_sentence(table)}. {words}{_ends(table)}")
     return verdict(*sentences, f"Validity: {validity(data)}.")
-
-
-def validity(data: RunData) -> str:
-    """Return planned, recorded, failed and flagged counts and the noise floor as words; nothing ok is said in capitals."""
-    ok = int((data.frame["status"] == "ok").sum())
-    flagged = int((data.frame["flags"] != "").sum())
-    floor = "no A/A control could be judged" if data.floor is None else f"A/A noise floor {100 * data.floor:.1f} %"
-    words = f"{data.run.planned} planned, {len(data.frame)} recorded, {ok} ok, {flagged} flagged; {floor}"
-    return f"{words}; margin {100 * data.margin:.1f} %" if ok else f"{words}; NOTHING WAS MEASURED"
-
-
-def verdict_health(data: RunData) -> Html:
-    """Return whether a run can be trusted: coverage, the A/A control, drift over the campaign, checks."""
-    ok = data.frame[data.frame["status"] == "ok"]
-    alarms = int(data.control["verdict"].isin(["faster", "slower"]).sum())
-    sentences = [f"{'Complete' if len(data.frame) == data.run.planned else 'INCOMPLETE'}: {validity(data)}."]
-    if len(data.control):
-        sentences.append(f"A/A control: {alarms} false alarms in {len(data.control)} comparisons of the same code with itself.")
-    if len(ok) and ok.groupby(["case", "label"]).size().max() > 1:
-        drift = drift_percent(ok)
-        sentences.append(
-            f"Drift: from the first to the last third of the campaign the pair time changes by {drift:+.1f} % in the median."
-        )
-    wrong = int((data.frame["status"] == "wrong_result").sum())
-    sentences.append(f"Answers: {wrong} wrong, which were not timed.")
-    for worst in ok.assign(share=ok["error"] / ok["limit"]).nlargest(1, "share").to_dict("records"):
-        case = case_name(worst["op"], worst["precision"], worst["N"])
-        sentences.append(
-            f"Of the timed answers the nearest to its limit is {worst['label']} on {case} ({worst['error']:.1e}, "
-            f"{100 * worst['share']:.0f} % of the limit)."
-        )
-    return verdict(*sentences)
-
-
-def drift_percent(ok: pd.DataFrame) -> float:
-    """Return the median change, in percent, of pair times relative to their case's median, last third against first."""
-    change = ok["pair_ms"] / ok.groupby(["case", "label"])["pair_ms"].transform("median")
-    ordered = change.loc[ok["order"].sort_values().index]
-    third = max(1, len(ordered) // 3)
-    return float(100 * (ordered.iloc[-third:].median() / ordered.iloc[:third].median() - 1))
 
 
 def verdict_moe(data: SourceData) -> Html:
@@ -235,14 +196,22 @@ def verdict_run_roofs(data: RunData) -> Html:
 
 def host_bound_series(frame: pd.DataFrame) -> tuple[int, int]:
     """Return how many (GPU, loss, dtype, version) series over several sizes grow less than 1.2 times, and how many exist."""
-    ok = frame[frame["status"] == "ok"]
-    flat = series = 0
-    for _, group in ok.groupby(["gpu", "op", "precision", "label"]):
-        if len(group) > 1:
-            ordered = group.sort_values("N")["total_ms"]
-            series += 1
-            flat += bool(ordered.iloc[-1] / ordered.iloc[0] < 1.2)
-    return flat, series
+    growth = series_growth(frame)
+    return int((growth < 1.2).sum()), len(growth)
+
+
+def flat_series(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the series (gpu, op, precision, label) that grow less than 1.2 times: they time Python and launches."""
+    growth = series_growth(frame)
+    return growth[growth < 1.2].index.to_frame(index=False)
+
+
+def series_growth(frame: pd.DataFrame) -> pd.Series:
+    """Return the time at the largest batch over that at the smallest, for every series that has several."""
+    ok = frame[frame["status"] == "ok"].sort_values("N")
+    groups = ok.groupby(["gpu", "op", "precision", "label"])["total_ms"]
+    several = groups.size() > 1
+    return (groups.last() / groups.first())[several]
 
 
 def _ends(table: pd.DataFrame) -> str:

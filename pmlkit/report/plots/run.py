@@ -55,3 +55,28 @@ def plot_phases(frame: pd.DataFrame) -> ReportFigure:
     lines = (f"{name} {f:.0f} + {b:.0f} %" for name, f, b in zip(names, forward, backward, strict=True))
     figure.alt = "Forward and backward in percent of the separately timed pair: " + "; ".join(lines) + "."
     return figure
+
+
+def plot_pace(table: pd.DataFrame) -> ReportFigure:
+    """Draw, per case, how long a pair takes and how much of that the device is busy, a panel an arm."""
+    if table.empty:
+        return nothing("No device was profiled, so its busy time is unknown: 0 cases.")
+    cases = list(dict.fromkeys(table["case"]))
+    names = {r["case"]: case_name(r["op"], r["precision"], r["N"]) for r in table.to_dict("records")}
+    arms = list(table.groupby("label", sort=False))
+    with style():
+        figure = ReportFigure(figsize=(10.5, 1.3 + 0.26 * len(cases)))
+        axes = figure.subplots(1, len(arms), squeeze=False, sharex=True, sharey=True)[0]
+        for axis, (arm, part) in zip(axes, arms, strict=True):
+            places = [cases.index(case) for case in part["case"]]
+            axis.hlines(places, part["busy_ms"], part["pair_ms"], color="#999999", linewidth=1)
+            axis.plot(part["busy_ms"], places, "o", color=PALETTE[2], markersize=4.5, label="device busy")
+            axis.plot(part["pair_ms"], places, "o", color=PALETTE[1], markersize=4.5, fillstyle="none", label="pair")
+            axis.set(xscale="log", title=str(arm), xlabel="ms")
+            axis.set_yticks(range(len(cases)), [names[case] for case in cases])
+            axis.set_ylim(len(cases) - 0.5, -0.5)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=2)
+    words = (f"{arm}: median {100 * part['busy_share'].median():.0f} %" for arm, part in arms)
+    figure.alt = f"Time of a pair and device-busy time within it, {len(cases)} cases. Busy share of {'; '.join(words)}."
+    return figure

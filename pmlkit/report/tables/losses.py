@@ -46,13 +46,16 @@ def table_measured(frame: pd.DataFrame, key: str) -> Table:
                 "forward, ms": ok["forward_ms"].median(),
                 "backward, ms": ok["backward_ms"].median(),
                 "process range, ms": f"{ok['pair_ms'].min():.3g}–{ok['pair_ms'].max():.3g}" if len(ok) else None,
-                "peak beyond inputs, MiB": ok["beyond_mib"].median(),
+                "peak, MiB": ok["peak_mib"].median(),
+                "of it workspace, MiB": ok["workspace_mib"].median(),
+                "beyond inputs and workspace, MiB": ok["beyond_mib"].median(),
                 "error": ok["error"].max(),
             }
         )
-    formats = dict.fromkeys(("pair, ms", "forward, ms", "backward, ms", "peak beyond inputs, MiB"), ".3g")
+    times = dict.fromkeys(("pair, ms", "forward, ms", "backward, ms"), ".3g")
+    memory = dict.fromkeys(("peak, MiB", "of it workspace, MiB", "beyond inputs and workspace, MiB"), ",.4g")
     caption = "Medians over processes; error: largest ‖difference‖/‖float64‖ of loss and gradients"
-    return Table(pd.DataFrame(rows), key, caption, formats | {"error": ".1e"}, _STATUS)
+    return Table(pd.DataFrame(rows), key, caption, times | memory | {"error": ".1e"}, _STATUS)
 
 
 def table_verdicts(table: pd.DataFrame, key: str, caption: str) -> Table:
