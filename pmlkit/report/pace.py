@@ -91,7 +91,9 @@ def verdict_survivors(table: pd.DataFrame, data: RunData) -> Html:
         )
     unknown = table[table["pace"].isna()]["case"].nunique()
     if unknown:
-        sentences.append(f"The pace of {unknown} cases is unknown: they did not run in {data.run.run_id}.")
+        sentences.append(
+            f"The pace of {unknown} cases is unknown: {data.baseline} has no ok process there in {data.run.run_id}."
+        )
     return verdict(*sentences)
 
 

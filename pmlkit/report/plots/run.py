@@ -36,9 +36,9 @@ def plot_phases(frame: pd.DataFrame) -> ReportFigure:
     """Draw forward and backward, each timed on its own, as stacked bars in percent of the pair, per case and arm."""
     columns = ["forward_ms", "backward_ms", "pair_ms"]
     keys = ["case", "op", "precision", "N", "label"]
-    table = frame[frame["status"] == "ok"].groupby(keys, sort=False)[columns].median().reset_index()
+    table = frame[frame["status"] == "ok"].groupby(keys, sort=False)[columns].median().dropna().reset_index()
     if table.empty:
-        return nothing("No process is ok, so there is no time to divide: 0 cases.")
+        return nothing("No process has a forward and a backward of its own, so there is no time to divide: 0 cases.")
     forward, backward = (100 * table[name] / table["pair_ms"] for name in columns[:2])
     places = np.arange(len(table))
     names = [f"{case_name(r['op'], r['precision'], r['N'])}, {r['label']}" for r in table.to_dict("records")]
