@@ -1,0 +1,79 @@
+"""Tile choices of the fused losses, one small function, so that tests can ask it without a GPU."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel covers an N x M matrix of pairs whose rows have width D.
+
+    BM, BN: rows and columns of a tile. BK: columns of the rows loaded at once. DC: gradient columns that one program
+    keeps. splits: programs that share a row block. PREC: arithmetic of float32 products.
+    """
+
+    BM: int
+    BN: int
+    BK: int
+    DC: int
+    splits: int
+    warps: int
+    stages: int
+    PREC: str
+
+    def row_blocks(self, rows: int) -> int:
+        """Return how many blocks of rows there are."""
+        return -(-rows // self.BM)
+
+    def chunks(self, width: int) -> int:
+        """Return how many programs share the gradient columns."""
+        return -(-width // self.DC)
+
+    def blocks(self, rows: int, width: int) -> int:
+        """Return how many blocks of rows by gradient columns there are; each may have several programs."""
+        return self.row_blocks(rows) * self.chunks(width)
+
+    def partial(self, emb_ND: Tensor) -> Tensor:
+        """Return room for what several programs of a block add up (DC sums and one more a row), empty for a single one."""
+        rows, width = emb_ND.shape
+        numbers = self.blocks(rows, width) * self.splits * self.BM * (self.DC + 1) if self.splits > 1 else 0
+        return torch.empty(numbers, dtype=torch.float32, device=emb_ND.device)
+
+
+def launch(kernel: Any, programs: int, tiles: Tiles, *arguments: Any, **constants: Any) -> None:
+    """Start a kernel; its names of constants that `Tiles` has come from there."""
+    names = set(kernel.arg_names)
+    own = {name: getattr(tiles, name) for name in ("BM", "BN", "BK", "DC", "PREC") if name in names}
+    split = {"SPLITS": tiles.splits} if "SPLITS" in names else {}
+    kernel[(programs,)](*arguments, **own, **split, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
+
+
+_PROGRAMS = 264  # two for each of the 132 multiprocessors of an H100 or H200
+
+
+def tiles(rows: int, others: int, width: int, dtype: torch.dtype, tf32: bool = False) -> Tiles:
+    """Return the tiles for `rows` against `others` of a width in a type. Untuned: chosen by occupancy alone.
+
+    Small batches get small tiles and several programs a row block, so that two programs a multiprocessor have work;
+    large ones the tile that fills the tensor cores.
+    """
+    widest = 1 << max(4, (width - 1).bit_length())
+    large = rows >= 16384
+    BM = 128 if large else 64 if rows >= 4096 else 32
+    BN = 64
+    splits = 1
+    while not large and splits < 16 and splits * BN * 2 <= others and splits * -(-rows // BM) < _PROGRAMS:
+        splits *= 2
+    return Tiles(
+        BM=BM,
+        BN=BN,
+        BK=min(widest, 64 if dtype == torch.float32 else 128),
+        DC=min(widest, 128),
+        splits=splits,
+        warps=8 if large else 4,
+        stages=2,
+        PREC="tf32" if tf32 else "tf32x3",
+    )
