@@ -98,6 +98,22 @@ SUBJECTS = {
             precisions=("fp64", "fp32", "bf16", "fp16"),
         ),
         Subject(
+            key="pmlkit",
+            name="pmlkit-fused",
+            version=__version__,
+            bind="pmlkit.losses.bind_fused:bind_fused",
+            ops=LOSSES,
+            precisions=("fp32", "bf16", "fp16"),
+        ),
+        Subject(
+            key="pmlkit-graph",
+            name="pmlkit-fused-graph",
+            version=__version__,
+            bind="pmlkit.losses.bind_fused:bind_fused_graph",
+            ops=LOSSES,
+            precisions=("fp32", "bf16", "fp16"),
+        ),
+        Subject(
             key="dense",
             name="dense-form",
             version=__version__,

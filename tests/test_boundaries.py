@@ -61,14 +61,16 @@ def test_libraries_stay_on_their_side(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_files_and_functions_stay_small(file: Path) -> None:
-    """A file has at most 300 lines, a function 50; names say what a file is about."""
+    """A file has at most 300 lines, a function 50, with kernels 400 and 80; names say what a file is about."""
     text = file.read_text()
-    assert len(text.splitlines()) <= 300
+    kernels = "@triton.jit" in text
+    assert len(text.splitlines()) <= (400 if kernels else 300)
     assert file.stem not in BANNED_NAMES
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < 50, f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
+            most = 80 if any("triton" in ast.unparse(one) for one in node.decorator_list) else 50
+            assert node.end_lineno - node.lineno < most, f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
 
 
 def loaded_by(code: str) -> set[str]:

@@ -159,3 +159,19 @@ def test_a_death_in_a_shared_process_costs_only_its_own_record() -> None:
     """Whichever comes first, the subject that shares a process with one that kills it is still measured."""
     records = run_arms({"killed": fake("killed", process="both"), "fine": fake("fine", process="both")})
     assert {record.arm: record.status for record in records} == {"killed": "host_oom", "fine": "ok"}
+
+
+def test_fused_losses_are_not_replaced_by_their_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a processor the fused subject has no kernels: its record says so, and no time of the reference passes for it."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    (record,) = run_arms({"pmlkit": subject("pmlkit")})
+    assert record.status == "unsupported"
+    assert "no fused kernels for torch.float32 rows (16, 128) on cpu" in (record.reason or "")
+
+
+def test_a_fused_loss_is_proved_and_timed_like_any_subject() -> None:
+    """In the interpreter the kernels run on a processor: the whole way from campaign to record, answer checked twice."""
+    (record,) = run_arms({"pmlkit": subject("pmlkit")})
+    assert record.status == "ok", record.reason
+    assert record.check is not None
+    assert (record.check.rms_rel or 1) < 2e-6

@@ -173,9 +173,10 @@ def measure(run: Run, groups: Iterable[list[Job]], ahead: int) -> Iterator[Recor
 
 def by_process(jobs: Iterable[Job]) -> list[list[Job]]:
     """Return the jobs as lists that share a process, in the order of the first of each."""
-    shared: dict[str, list[Job]] = {}
+    shared: dict[tuple[str | None, ...], list[Job]] = {}
     for job in jobs:
-        shared.setdefault(job.subject.process or f"arm {job.arm}", []).append(job)
+        name = job.subject.process or f"arm {job.arm}"
+        shared.setdefault((name, job.subject.interpreter, job.subject.path), []).append(job)
     return list(shared.values())
 
 

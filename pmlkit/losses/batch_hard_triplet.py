@@ -15,10 +15,19 @@ Cost of the reference: one product of 2·N·M·D operations and about four N x M
 are near), then O(N·D).
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from pmlkit.losses.fused import Batch, Buffers, Kernels, Side, register
+from pmlkit.losses.module import FusedLoss
 from pmlkit.losses.rows import reference_set, root, squared_distances, tied, unit_rows
+from pmlkit.losses.tiles import arrive, cosines, finish_rows, load_rows, row_stats, total, unit
+from pmlkit.losses.tiling import Tiles, launch, tiles
 
 Triplets = tuple[Tensor, Tensor, Tensor]
 
@@ -84,3 +93,269 @@ def _first_copies(rows_MD: Tensor) -> Tensor:
     _, copy_M = torch.unique(rows_MD.nan_to_num(), dim=0, return_inverse=True)
     index_M = torch.arange(len(rows_MD), device=rows_MD.device)
     return torch.full_like(index_M, len(rows_MD)).scatter_reduce(0, copy_M, index_M, "amin")[copy_M]
+
+
+# Triplets nearer than this are added to their targets' gradients by differences, the others by a product. float32: as
+# the reference. Half-precision gradients: where float32 sums of unit rows still give 1e-5.
+_NEAR = {torch.float32: 0.05**0.5, torch.bfloat16: 0.01, torch.float16: 0.01}
+_STATS = 8  # numbers a row: two of row_stats and the six that _judge writes
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, label_ptr, x_stats, z_ptr, z_label_ptr, z_stats, keys_ptr, sums_ptr, scale_ptr, counter_ptr, loss_ptr,
+    N, M, D, margin,
+    SELF: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Mine, then judge the triplets of a row block in the last program that shares it. Reads N·M/BM rows.
+
+    A key is (rank of the distance << 32) | rank of the column: its maximum is the first of the equal best columns. A
+    distance that is not negative is ordered as its bits are. Negative: no column.
+    """
+    split, block = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    inside = tl.arange(0, BM)
+    rows = block * BM + inside
+    inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
+    sq_x = tl.load(x_stats + N + rows, mask=rows < N, other=1.0)
+    label = tl.load(label_ptr + rows, mask=rows < N, other=0)
+    farthest, nearest = tl.full([BM], -1, tl.int64), tl.full([BM], -1, tl.int64)
+    share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
+    for first in range(split * share, tl.minimum(split * share + share, M), BN):
+        columns = first + tl.arange(0, BN)
+        inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
+        sq_z = tl.load(z_stats + M + columns, mask=columns < M, other=1.0)
+        same = label[:, None] == tl.load(z_label_ptr + columns, mask=columns < M, other=0)[None, :]
+        wanted = (rows < N)[:, None] & (columns < M)[None, :]
+        if SELF:
+            wanted &= rows[:, None] != columns[None, :]
+        tile = cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
+        squares = sq_x[:, None] + sq_z[None, :] - 2 * tile
+        rank = tl.where(squares > 0, squares, 0.0).to(tl.int32, bitcast=True)  # NaN has no order: 0, like copies
+        order = (0x7FFFFFFF - columns).to(tl.int64)[None, :]
+        far = tl.where(wanted & same, rank, -1)
+        near = tl.where(wanted & (same == 0), 0x7FFFFFFF - rank, -1)
+        farthest = tl.maximum(farthest, tl.max((far.to(tl.int64) << 32) | order, 1))
+        nearest = tl.maximum(nearest, tl.max((near.to(tl.int64) << 32) | order, 1))
+    blocks = tl.num_programs(0) // SPLITS
+    if SPLITS > 1:
+        place = keys_ptr + block * SPLITS * 2 * BM + inside
+        tl.store(place + split * 2 * BM, farthest)
+        tl.store(place + split * 2 * BM + BM, nearest)
+        if arrive(counter_ptr + 1 + block, SPLITS):
+            for other in range(SPLITS):
+                farthest = tl.maximum(farthest, tl.load(place + other * 2 * BM))
+                nearest = tl.maximum(nearest, tl.load(place + other * 2 * BM + BM))
+            _judge(
+                farthest, nearest, x_ptr, x_stats, z_ptr, z_stats, sums_ptr, scale_ptr, counter_ptr, loss_ptr,
+                rows, block, blocks, N, M, D, margin, SELF, BM,
+            )  # fmt: skip
+    else:
+        _judge(
+            farthest, nearest, x_ptr, x_stats, z_ptr, z_stats, sums_ptr, scale_ptr, counter_ptr, loss_ptr,
+            rows, block, blocks, N, M, D, margin, SELF, BM,
+        )  # fmt: skip
+
+
+@triton.jit
+def _judge(
+    farthest, nearest, x_ptr, x_stats, z_ptr, z_stats, sums_ptr, scale_ptr, counter_ptr, loss_ptr,
+    rows, block, blocks, N, M, D, margin, SELF: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Write p, n, 1/d_ip, 1/d_in and the parts of u and w along y_i of a row block, and its part of the loss.
+
+    p and n are -1 for an anchor that is left out; the others are 0 where there is no gradient. The last block divides.
+    """
+    kept = (rows < N) & (farthest >= 0) & (nearest >= 0)
+    p = tl.where(kept, 0x7FFFFFFF - (farthest & 0x7FFFFFFF), M).to(tl.int32)
+    n = tl.where(kept, 0x7FFFFFFF - (nearest & 0x7FFFFFFF), M).to(tl.int32)
+    inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
+    distance_p, along_p = _apart(  # pyright: ignore[reportGeneralTypeIssues]
+        x_ptr, rows, N, inv_x, z_ptr, p, M, z_stats, D, BM
+    )
+    distance_n, along_n = _apart(x_ptr, rows, N, inv_x, z_ptr, n, M, z_stats, D, BM)
+    violation = distance_p - distance_n + margin
+    active = kept & (violation > 0)
+    pull = tl.where(active & (distance_p > 0), 1.0 / tl.where(distance_p > 0, distance_p, 1.0), 0.0)
+    push = tl.where(active & (distance_n > 0), 1.0 / tl.where(distance_n > 0, distance_n, 1.0), 0.0)
+    tl.store(x_stats + 2 * N + rows, tl.where(kept, p, -1).to(tl.float32), mask=rows < N)  # exact: M is at most 2^20
+    tl.store(x_stats + 3 * N + rows, tl.where(kept, n, -1).to(tl.float32), mask=rows < N)
+    tl.store(x_stats + 4 * N + rows, pull, mask=rows < N)
+    tl.store(x_stats + 5 * N + rows, push, mask=rows < N)
+    tl.store(x_stats + 6 * N + rows, along_p * pull, mask=rows < N)
+    tl.store(x_stats + 7 * N + rows, along_n * push, mask=rows < N)
+    poison = tl.sum(inv_x * 0.0, 0)  # NaN for a row with NaN or Inf: it makes the loss and every gradient NaN
+    if SELF == 0:
+        share = tl.cdiv(M, blocks)
+        for first in range(block * share, tl.minimum(block * share + share, M), 512):
+            at = first + tl.arange(0, 512)
+            poison += tl.sum(tl.load(z_stats + at, mask=at < M, other=0.0) * 0.0, 0)
+    tl.store(sums_ptr + block, tl.sum(tl.where(active, violation, 0.0).to(tl.float64), 0) + poison)
+    tl.store(sums_ptr + blocks + block, tl.sum(active.to(tl.float64), 0))
+    if arrive(counter_ptr, blocks):
+        violations = total(sums_ptr, blocks)
+        scale = 1.0 / tl.maximum(total(sums_ptr + blocks, blocks), 1.0) + violations * 0.0
+        tl.store(scale_ptr, scale)
+        tl.store(loss_ptr, (violations * scale).to(tl.float32))
+
+
+@triton.jit
+def _apart(x_ptr, rows, N, inv_x, z_ptr, others, M, z_stats, D, BM: tl.constexpr):
+    """Return |z - y_i| and <y_i, z - y_i> of every row with one other of its own, by differences, which keep digits."""
+    squares, along = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    inv_z = tl.load(z_stats + others, mask=others < M, other=1.0)
+    for k in range(0, D, 32):
+        y = unit(load_rows(x_ptr, rows, N, D, k, 32), inv_x)
+        apart = unit(load_rows(z_ptr, others, M, D, k, 32), inv_z) - y
+        squares += tl.sum(apart * apart, 1)
+        along += tl.sum(y * apart, 1)
+    return tl.sqrt(squares), along
+
+
+@triton.jit
+def _add_own(sums, along, x_ptr, rows, N, inv_x, x_stats, push: tl.constexpr, z_ptr, z_stats, M, D, at_d, DC: tl.constexpr):
+    """Add what rows get as anchors from their positives (push = 0) or their negatives (push = 1)."""
+    y = unit(load_rows(x_ptr, rows, N, D, at_d, DC), inv_x)
+    other = tl.load(x_stats + (2 + push) * N + rows, mask=rows < N, other=-1.0).to(tl.int32)
+    other = tl.where(other < 0, M, other)
+    z = unit(load_rows(z_ptr, other, M, D, at_d, DC), tl.load(z_stats + other, mask=other < M, other=1.0))
+    weight = tl.load(x_stats + (4 + push) * N + rows, mask=rows < N, other=0.0) * (2 * push - 1)
+    part = tl.load(x_stats + (6 + push) * N + rows, mask=rows < N, other=0.0) * (2 * push - 1)
+    return sums + weight[:, None] * (z - y), along + part
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr, x_ptr, x_stats, z_ptr, z_stats, scale_ptr, counter_ptr, partial_ptr, out_ptr, N, M, D,
+    ANCHORS: tl.constexpr, TARGETS: tl.constexpr, NEAR: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, DC: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of a block of rows: as anchors (gathers p and n) and as targets of the z rows' triplets.
+
+    Every program looks through the p and n of its share of anchors for its own rows: no atomics, no sort. Reads 6·M
+    numbers a block, and the rows of anchors that have a target in it.
+    """
+    chunk, split = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS % SPLITS
+    block = tl.program_id(0) // (CHUNKS * SPLITS)
+    rows = block * BM + tl.arange(0, BM)
+    at_d = chunk * DC
+    inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
+    scale = tl.load(grad_ptr).to(tl.float32) * tl.load(scale_ptr).to(tl.float32)
+    sums, along = tl.zeros([BM, DC], tl.float32), tl.zeros([BM], tl.float32)
+    if ANCHORS:  # noqa: SIM102  (known when compiling; the inner one is not)
+        if split == 0:
+            sums, along = _add_own(sums, along, x_ptr, rows, N, inv_x, x_stats, 0, z_ptr, z_stats, M, D, at_d, DC)
+            sums, along = _add_own(sums, along, x_ptr, rows, N, inv_x, x_stats, 1, z_ptr, z_stats, M, D, at_d, DC)
+    if TARGETS:
+        share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
+        drawn = tl.zeros([BM], tl.float32)
+        for first in range(split * share, tl.minimum(split * share + share, M), BN):
+            columns = first + tl.arange(0, BN)
+            p = tl.load(z_stats + 2 * M + columns, mask=columns < M, other=-1.0).to(tl.int32)
+            n = tl.load(z_stats + 3 * M + columns, mask=columns < M, other=-1.0).to(tl.int32)
+            pull = tl.load(z_stats + 4 * M + columns, mask=columns < M, other=0.0)
+            push = tl.load(z_stats + 5 * M + columns, mask=columns < M, other=0.0)
+            hits = ((p // BM == block) & (pull > 0)) | ((n // BM == block) & (push > 0))
+            if tl.max(hits.to(tl.int32), 0) > 0:
+                # <z_p, y_c - z_p> is -(d² + <y_c, z_p - y_c>), here over d
+                toward_p = tl.load(z_stats + 6 * M + columns, mask=columns < M, other=0.0) + 1.0 / tl.maximum(pull, 1e-30)
+                toward_n = tl.load(z_stats + 7 * M + columns, mask=columns < M, other=0.0) + 1.0 / tl.maximum(push, 1e-30)
+                hit_p = (p[None, :] == rows[:, None]) & (pull > 0)[None, :]
+                hit_n = (n[None, :] == rows[:, None]) & (push > 0)[None, :]
+                weight = tl.where(hit_n, push[None, :], 0.0) - tl.where(hit_p, pull[None, :], 0.0)
+                along += tl.sum(tl.where(hit_p, toward_p[None, :], 0.0) - tl.where(hit_n, toward_n[None, :], 0.0), 1)
+                near = tl.abs(weight) * NEAR > 1.0
+                while tl.max(tl.max(near.to(tl.int32), 1), 0) > 0:  # the first near anchor of every row at once
+                    at = tl.argmax(near.to(tl.int32), 1)
+                    here = near & (columns[None, :] == (first + at)[:, None])
+                    alone = tl.sum(tl.where(here, weight, 0.0), 1)
+                    c = tl.where(alone != 0, first + at, M)
+                    inv_c = tl.load(z_stats + c, mask=c < M, other=1.0)
+                    z = unit(load_rows(z_ptr, c, M, D, at_d, DC), inv_c)
+                    sums += alone[:, None] * (z - unit(load_rows(x_ptr, rows, N, D, at_d, DC), inv_x))
+                    weight = tl.where(here, 0.0, weight)
+                    near &= here == 0
+                drawn += tl.sum(weight, 1)
+                inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
+                z = unit(load_rows(z_ptr, columns, M, D, at_d, DC), inv_z)
+                sums = tl.dot(weight, z, sums, input_precision="tf32x3")  # TF32 would lose what near pairs need
+        sums -= drawn[:, None] * unit(load_rows(x_ptr, rows, N, D, at_d, DC), inv_x)
+    finish_rows(
+        sums * scale, along * scale, x_ptr, rows, N, inv_x, D, at_d, block, split, chunk, scale * 0.0,
+        counter_ptr, partial_ptr, out_ptr, SPLITS, CHUNKS, BM, DC,
+    )  # fmt: skip
+
+
+def _gradient_tiles(rows: int, others: int, width: int, dtype: torch.dtype) -> Tiles:
+    """Return tiles of the backward pass: small, for its sums and gathered rows are float32 and all stay in registers."""
+    t = tiles(rows, others, width, dtype)
+    return replace(t, BM=min(t.BM, 64), BN=32)
+
+
+def _counters(rows: int, others: int, width: int, dtype: torch.dtype) -> int:
+    """Return how many counters the two passes need: one for all row blocks and one each, or one a gradient block."""
+    t = tiles(rows, others, width, dtype)
+    one, other = _gradient_tiles(rows, others, width, dtype), _gradient_tiles(others, rows, width, dtype)
+    return max(1 + t.row_blocks(rows), one.blocks(rows, width), other.blocks(others, width))
+
+
+def _buffers(rows: int, others: int, width: int, dtype: torch.dtype, reference_set: bool) -> Buffers:
+    """Work: the scale, counters, two sums a row block, and two keys a row for each program if several share a row."""
+    t = tiles(rows, others, width, dtype)
+    keys = 2 * t.row_blocks(rows) * t.BM * t.splits if t.splits > 1 else 0
+    work = 1 + _counters(rows, others, width, dtype) + 2 * t.row_blocks(rows) + keys
+    return Buffers(stats=_STATS * (rows + others * reference_set), work=work)
+
+
+def _forward(batch: Batch, loss: Tensor) -> None:
+    x, z = batch.rows, batch.others
+    t = tiles(x.count, z.count, x.width, x.dtype, tf32=bool(batch.settings[1]))
+    blocks, at = t.row_blocks(x.count), 1 + _counters(x.count, z.count, x.width, x.dtype)
+    counters, sums, keys = batch.work[1:at], batch.work[at:], batch.work[at + 2 * blocks :].view(torch.int64)
+    row_stats(x.emb, x.stats, counters)
+    if not batch.self_mode:
+        row_stats(z.emb, z.stats, None)
+    launch(
+        _forward_kernel, blocks * t.splits, t, *x.arguments, *z.arguments, keys, sums, batch.work,
+        counters.view(torch.int32), loss, x.count, z.count, x.width, batch.settings[0], SELF=batch.self_mode,
+    )  # fmt: skip
+
+
+def _backward(batch: Batch, grad: Tensor, x: Side, z: Side) -> Tensor:
+    anchors, targets = x is batch.rows, z is batch.rows
+    t = _gradient_tiles(x.count, z.count, x.width, x.dtype)
+    if not targets:  # nothing to look through
+        t = replace(t, splits=1)
+    out, partial = torch.empty_like(x.emb), t.partial(x.emb)
+    launch(
+        _backward_kernel, t.blocks(x.count, x.width) * t.splits, t, grad, x.emb, x.stats, z.emb, z.stats, batch.work,
+        batch.work[1:].view(torch.int32), partial, out, x.count, z.count, x.width,
+        ANCHORS=anchors, TARGETS=targets, NEAR=_NEAR[x.dtype], CHUNKS=t.chunks(x.width),
+    )  # fmt: skip
+    return out
+
+
+register("batch_hard_triplet", Kernels(_buffers, _forward, _backward))
+
+
+def mined(loss: Tensor) -> Triplets:
+    """Return what a fused loss, computed eagerly of rows that need a gradient, has picked: as `mine` does."""
+    emb_ND, *_, stats, _ = loss.grad_fn.saved_tensors  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    rows = emb_ND.shape[0]
+    positive_N, negative_N = stats[2 * rows : 4 * rows].view(2, rows).long()
+    anchors_T = (positive_N >= 0).nonzero()[:, 0]
+    return anchors_T, positive_N[anchors_T], negative_N[anchors_T]
+
+
+class BatchHardTripletLoss(FusedLoss):
+    """Batch-hard triplet loss as TripletMarginLoss with BatchHardMiner, fused: memory O(N), no host synchronisation.
+
+    Called with embeddings [N, D] (float32, bfloat16 or float16 on a CUDA device; D to 1024, N to 2^20; other rows go to
+    the plain reference), labels [N] of any integer type, and optionally a reference set ref_emb [M, D] and ref_labels
+    [M]. Returns a float32 scalar; gradients have the type of their rows. Deterministic. tf32: mine float32 rows in TF32,
+    which picks another row where two distances nearly tie. Raises PmlkitError for a constructor argument or a tuple that
+    is not fused, and for labels that do not fit.
+    """
+
+    def __init__(self, margin: float = 0.05, *, tf32: bool = False, **unsupported: Any) -> None:
+        equivalent = "losses.TripletMarginLoss with miners.BatchHardMiner"
+        super().__init__("batch_hard_triplet", equivalent, {"margin": float(margin)}, tf32, unsupported)

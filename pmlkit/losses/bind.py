@@ -106,6 +106,28 @@ def bind_reference(case: Case, inputs: LossInputs) -> Bound:
     return Bound(forward, inputs.leaves, mine and partial(mine, inputs.emb_ND, inputs.labels_N))
 
 
+def captured(bound: Bound) -> Bound:
+    """Return the pair of `bound` captured in one CUDA graph: a replay reads the inputs and rewrites all gradients.
+
+    Raises RuntimeError where the pair cannot be captured.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # autograd remembers the stream of its warm-up, so it is the capture's
+        for _ in range(3):
+            for leaf in bound.leaves:
+                leaf.grad = None
+            bound.forward().backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    for leaf in bound.leaves:
+        leaf.grad = None
+    with torch.cuda.graph(graph, stream=stream):
+        loss = bound.forward()
+        loss.backward()
+    return Bound(lambda: loss, bound.leaves, bound.mined, replay=graph.replay)
+
+
 def exact(case: Case, inputs: LossInputs, triplets: Triplets | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return loss and gradients in float64 of the same rounded inputs, by the reference.
 

@@ -231,7 +231,7 @@ def _forward(batch: Batch, loss: Tensor) -> None:
     launch(
         _forward_kernel, programs, t, *x.arguments, *z.arguments, batch.work, scale, counters.view(torch.int32), loss,
         x.count, z.count, x.width, *batch.settings[:2], SELF=batch.self_mode, NEAR=_NEAR[x.dtype],
-        BP=triton.next_power_of_2(triton.cdiv(z.count, programs)),
+        BP=1 if batch.self_mode else triton.next_power_of_2(triton.cdiv(z.count, programs)),
     )  # fmt: skip
 
 
@@ -264,15 +264,3 @@ class ContrastiveLoss(FusedLoss):
     def __init__(self, pos_margin: float = 0, neg_margin: float = 1, *, tf32: bool = False, **unsupported: Any) -> None:
         settings = {"pos_margin": float(pos_margin), "neg_margin": float(neg_margin)}
         super().__init__("contrastive", "losses.ContrastiveLoss", settings, tf32, unsupported)
-
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Any = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-    ) -> Tensor:
-        """Return the loss."""
-        self.refuse_tuple(indices_tuple)
-        return self.evaluate(reference, embeddings, labels, ref_emb, ref_labels)

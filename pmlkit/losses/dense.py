@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 from pmlkit.case import Case
-from pmlkit.losses.bind import Bound, LossInputs, Triplets
+from pmlkit.losses.bind import Bound, LossInputs, Triplets, captured
 
 
 def contrastive(emb_ND: Tensor, labels_N: Tensor) -> Tensor:
@@ -79,26 +79,8 @@ def bind_compiled(case: Case, inputs: LossInputs) -> Bound:
 
 
 def bind_graph(case: Case, inputs: LossInputs) -> Bound:
-    """Return the compiled form's pair captured in one CUDA graph: a replay reads the inputs and rewrites all gradients.
-
-    Raises RuntimeError where the pair cannot be captured.
-    """
-    bound = bind_compiled(case, inputs)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # autograd remembers the stream of its warm-up, so it is the capture's
-        for _ in range(3):
-            for leaf in bound.leaves:
-                leaf.grad = None
-            bound.forward().backward()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    for leaf in bound.leaves:
-        leaf.grad = None
-    with torch.cuda.graph(graph, stream=stream):
-        loss = bound.forward()
-        loss.backward()
-    return Bound(lambda: loss, bound.leaves, bound.mined, replay=graph.replay)
+    """Return the compiled form's pair captured in one CUDA graph. Raises RuntimeError where it cannot be captured."""
+    return captured(bind_compiled(case, inputs))
 
 
 def _bound(form: Callable[..., Any], case: Case, inputs: LossInputs) -> Bound:

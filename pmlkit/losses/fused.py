@@ -77,12 +77,14 @@ class Kernels:
 
     buffers: (rows N, others M, width D, dtype, reference set?) -> Buffers, M = N without a reference set; the statistics
     of the others follow those of the rows, as many a row. forward: fills loss, statistics and work. backward: (batch,
-    gradient of the loss, side, other side) -> gradient of the side's rows.
+    gradient of the loss, side, other side) -> gradient of the side's rows. mixed: takes half-precision rows with float32
+    others as they are; otherwise rows of two types are computed in float32.
     """
 
     buffers: Callable[[int, int, int, torch.dtype, bool], Buffers]
     forward: Callable[[Batch, Tensor], None]
     backward: Callable[[Batch, Tensor, Side, Side], Tensor]
+    mixed: bool = False
 
 
 _KERNELS: dict[str, Kernels] = {}
@@ -91,6 +93,11 @@ _KERNELS: dict[str, Kernels] = {}
 def register(name: str, kernels: Kernels) -> None:
     """Make a loss's kernels known under a name, which registered operators carry instead of code."""
     _KERNELS[name] = kernels
+
+
+def kernels(name: str) -> Kernels:
+    """Return a loss's kernels."""
+    return _KERNELS[name]
 
 
 def fusable(emb_ND: Tensor, ref_emb_MD: Tensor | None = None) -> bool:
@@ -105,11 +112,12 @@ def fused_loss(
 ) -> Tensor:
     """Return the loss by its kernels; differentiable once in the rows and the reference rows.
 
-    labels are int64 and lie on the device of the rows. Rows of two types are computed in float32.
+    labels are int64 and lie on the device of the rows.
     """
     emb_ND = emb_ND.contiguous()
     if ref_emb_MD is not None:
-        if ref_emb_MD.dtype != emb_ND.dtype:
+        mixed = _KERNELS[name].mixed and ref_emb_MD.dtype == torch.float32
+        if ref_emb_MD.dtype != emb_ND.dtype and not mixed:
             emb_ND, ref_emb_MD = emb_ND.float(), ref_emb_MD.float()
         ref_emb_MD = ref_emb_MD.contiguous()
     if torch.compiler.is_compiling():

@@ -1,6 +1,7 @@
 """What a user calls: the arguments of pytorch-metric-learning, checked, and what the fused kernels leave to it."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -38,20 +39,22 @@ class FusedLoss(torch.nn.Module):
                 f"indices_tuple is not fused, since all pairs of a batch are: use pytorch_metric_learning.{self.equivalent}"
             )
 
-    def evaluate(
+    def forward(
         self,
-        reference: Callable[..., Tensor],
-        emb_ND: Tensor,
-        labels_N: Tensor,
-        ref_emb_MD: Tensor | None,
-        ref_labels_M: Tensor | None,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
     ) -> Tensor:
         """Return the loss: by the kernels where they take the rows, else by the plain reference."""
-        labels, ref_labels = check_rows(emb_ND, labels_N, ref_emb_MD, ref_labels_M)
-        if fusable(emb_ND, ref_emb_MD):
+        self.refuse_tuple(indices_tuple)
+        own, others = check_rows(embeddings, labels, ref_emb, ref_labels)
+        if fusable(embeddings, ref_emb):
             settings = [*self.settings.values(), float(self.tf32)]
-            return fused_loss(self.name, emb_ND, labels, ref_emb_MD, ref_labels, settings)
-        return reference(emb_ND, labels, ref_emb_MD=ref_emb_MD, ref_labels_M=ref_labels, **self.settings)
+            return fused_loss(self.name, embeddings, own, ref_emb, others, settings)
+        reference: Callable[..., Tensor] = import_module(f"pmlkit.losses.{self.name}").reference
+        return reference(embeddings, own, ref_emb_MD=ref_emb, ref_labels_M=others, **self.settings)
 
 
 def check_rows(

@@ -16,11 +16,20 @@ the loss and every gradient NaN, and a single pair is a pair.
 Cost of the reference: three products of 2·N·M·D operations a pair, about six N x M matrices alive at the peak.
 """
 
+import math
+from typing import Any
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from pmlkit.losses.fused import Batch, Buffers, Kernels, Side, register
+from pmlkit.losses.module import FusedLoss
 from pmlkit.losses.rows import reference_set, tied, unit_rows
+from pmlkit.losses.tiles import add_weighted, arrive, cosines, finish_rows, row_stats, total
+from pmlkit.losses.tiling import Tiles, launch, tiles
 
 
 def reference(
@@ -48,3 +57,231 @@ def reference(
     i_P, p_P = same_NM.nonzero(as_tuple=True)
     total = -logsigmoid(logits_NM[i_P, p_P] - against_N[i_P]).sum()
     return tied(total / max(len(i_P), 1), emb_ND, ref_emb_MD)
+
+
+# The kernels work in base 2: `slope` is log2(e) / temperature, so that a pair of cosine c has the logit slope·c and costs
+# one exp2. L_i is kept as `top`, the largest logit of the negatives of i (_NONE without any), and `mass`, the sum of
+# exp2(logit - top) over them (0 without any, else at least 1): one number would round at the size of the logits.
+# Statistics of N rows: inv, top (in place of the squared length, which cosines do not need), mass, and T_i / mass with
+# T_i = sum of sigmoid(L_i - a_ip) over the positives p; only anchors have the last three. The weights of the gradient are
+#     W_ij = (-[positive] mass / (mass + exp2(logit - top)) + [negative] T_i / mass · exp2(logit - top)) / (temperature · P)
+_LN2 = tl.constexpr(math.log(2))
+_NONE = tl.constexpr(-1e38)  # far below every logit; -inf from -inf would be NaN
+
+
+@triton.jit
+def _against_kernel(
+    x_ptr, label_ptr, x_stats, z_ptr, z_label_ptr, z_stats, partial_ptr, counter_ptr, N, M, D, slope,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Write top and mass of the negatives of every row. Reads N·M/BM rows."""
+    program = tl.program_id(0)
+    block, split = program // SPLITS, program % SPLITS
+    rows = block * BM + tl.arange(0, BM)
+    inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
+    label = tl.load(label_ptr + rows, mask=rows < N, other=0)
+    top, mass = tl.full([BM], _NONE, tl.float32), tl.zeros([BM], tl.float32)
+    share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
+    for first in range(split * share, tl.minimum(split * share + share, M), BN):
+        columns = first + tl.arange(0, BN)
+        inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
+        same = label[:, None] == tl.load(z_label_ptr + columns, mask=columns < M, other=0)[None, :]
+        tile = cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
+        logits = tl.where((same == 0) & (columns < M)[None, :], tile * slope, float("-inf"))
+        higher = tl.maximum(top, tl.max(logits, 1))
+        mass = mass * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
+        top = higher
+    mine = rows < N
+    if SPLITS > 1:
+        masses_ptr = partial_ptr + tl.num_programs(0) * BM
+        tl.store(partial_ptr + program * BM + tl.arange(0, BM), top)
+        tl.store(masses_ptr + program * BM + tl.arange(0, BM), mass)
+        last = arrive(counter_ptr + block, SPLITS)
+        if last:
+            at = (block * SPLITS + tl.arange(0, SPLITS))[:, None] * BM + tl.arange(0, BM)[None, :]
+            tops = tl.load(partial_ptr + at)
+            top = tl.max(tops, 0)
+            mass = tl.sum(tl.load(masses_ptr + at) * tl.exp2(tops - top[None, :]), 0)
+        mine &= last
+    tl.store(x_stats + N + rows, top, mask=mine)
+    tl.store(x_stats + 2 * N + rows, mass, mask=mine)
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, label_ptr, x_stats, z_ptr, z_label_ptr, z_stats, sums_ptr, partial_ptr, scale_ptr, counter_ptr, loss_ptr,
+    N, M, D, slope,
+    SELF: tl.constexpr, SPLITS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Sum the terms of the positives, count them, and write T_i / mass. The last program divides. Reads to N·M/BM rows."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    block, split = program // SPLITS, program % SPLITS
+    rows = block * BM + tl.arange(0, BM)
+    inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
+    label = tl.load(label_ptr + rows, mask=rows < N, other=0)
+    top = tl.load(x_stats + N + rows, mask=rows < N, other=0.0)
+    mass = tl.maximum(tl.load(x_stats + 2 * N + rows, mask=rows < N, other=1.0), 1.0)
+    log_mass = tl.log2(mass)
+    terms, pull, count = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.int32)
+    share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
+    for first in range(split * share, tl.minimum(split * share + share, M), BN):
+        columns = first + tl.arange(0, BN)
+        positive = label[:, None] == tl.load(z_label_ptr + columns, mask=columns < M, other=0)[None, :]
+        positive &= (rows < N)[:, None] & (columns < M)[None, :]
+        if SELF:
+            positive &= rows[:, None] != columns[None, :]
+        here = tl.sum(positive.to(tl.int32), 1)
+        if tl.max(here, 0) > 0:  # most tiles of a large batch have no positive
+            inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
+            tile = cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
+            term, sigmoid = _softplus(top[:, None] - tile * slope + log_mass[:, None])
+            terms += tl.sum(tl.where(positive, term, 0.0), 1)
+            pull += tl.sum(tl.where(positive, sigmoid, 0.0), 1)
+            count += here
+    poison = inv_x * 0.0  # NaN for a row with NaN or Inf: it makes the loss and every gradient NaN
+    if SELF == 0:
+        others = program * BP + tl.arange(0, BP)
+        poison += tl.sum(tl.load(z_stats + others, mask=others < M, other=0.0) * 0.0, 0)
+    tl.store(sums_ptr + program, tl.sum((terms + poison).to(tl.float64), 0))
+    tl.store(sums_ptr + programs + program, tl.sum(count.to(tl.float64), 0))
+    mine = rows < N
+    if SPLITS > 1:
+        tl.store(partial_ptr + program * BM + tl.arange(0, BM), pull)
+        last = arrive(counter_ptr + 2 + block, SPLITS)
+        if last:
+            at = (block * SPLITS + tl.arange(0, SPLITS))[:, None] * BM + tl.arange(0, BM)[None, :]
+            pull = tl.sum(tl.load(partial_ptr + at), 0)
+        mine &= last
+    tl.store(x_stats + 3 * N + rows, pull / mass, mask=mine)
+    if arrive(counter_ptr, programs):
+        term_sum = total(sums_ptr, programs)
+        per_pair = 1.0 / tl.maximum(total(sums_ptr + programs, programs), 1.0) + term_sum * 0.0
+        tl.store(scale_ptr, per_pair * (slope * _LN2))
+        tl.store(loss_ptr, (term_sum * per_pair).to(tl.float32))
+
+
+@triton.jit
+def _softplus(v):
+    """Return log(1 + 2^v) and 2^v / (1 + 2^v), 0 and 0 at _NONE. Both keep their digits where they are small.
+
+    The logarithm is 2·atanh(e / (2 + e)) as a series (next term 1e-8): log2(1 + e) would lose what 1 + e rounds off.
+    """
+    e = tl.exp2(-tl.abs(v))
+    t = e / (2.0 + e)
+    s = t * t
+    series = 1.0 + s * (1 / 3 + s * (1 / 5 + s * (1 / 7 + s * (1 / 9 + s * (1 / 11 + s * (1 / 13))))))
+    return tl.maximum(v, 0.0) * _LN2 + 2.0 * t * series, tl.where(v >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr, x_ptr, label_ptr, x_stats, z_ptr, z_label_ptr, z_stats, scale_ptr, counter_ptr, partial_ptr, out_ptr,
+    N, M, D, slope,
+    SELF: tl.constexpr, ROW_ANCHOR: tl.constexpr, COL_ANCHOR: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DC: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the rows: sum_j W_ij y_j without its part along y_i, over the length. Builds W again."""
+    chunk, split = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS % SPLITS
+    block = tl.program_id(0) // (CHUNKS * SPLITS)
+    rows = block * BM + tl.arange(0, BM)
+    at_d = chunk * DC
+    inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
+    label = tl.load(label_ptr + rows, mask=rows < N, other=0)
+    per_pair = tl.load(grad_ptr).to(tl.float32) * tl.load(scale_ptr).to(tl.float32)
+    if ROW_ANCHOR:
+        top_x = tl.load(x_stats + N + rows, mask=rows < N, other=0.0)
+        mass_x = tl.load(x_stats + 2 * N + rows, mask=rows < N, other=1.0)
+        push_x = tl.load(x_stats + 3 * N + rows, mask=rows < N, other=0.0) * per_pair
+    sums, along = tl.zeros([BM, DC], tl.float32), tl.zeros([BM], tl.float32)
+    share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
+    for first in range(split * share, tl.minimum(split * share + share, M), BN):
+        columns = first + tl.arange(0, BN)
+        inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
+        same = label[:, None] == tl.load(z_label_ptr + columns, mask=columns < M, other=0)[None, :]
+        tile = cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
+        logits = tile * slope
+        weight = tl.zeros([BM, BN], tl.float32)
+        if ROW_ANCHOR:
+            weight += tl.exp2(logits - top_x[:, None]) * push_x[:, None]
+        if COL_ANCHOR:
+            top_z = tl.load(z_stats + M + columns, mask=columns < M, other=0.0)
+            mass_z = tl.load(z_stats + 2 * M + columns, mask=columns < M, other=1.0)
+            push_z = tl.load(z_stats + 3 * M + columns, mask=columns < M, other=0.0) * per_pair
+            weight += tl.exp2(logits - top_z[None, :]) * push_z[None, :]
+        # An anchor without negatives gives NaN here; it has no pair of its own, but meets columns beyond M, labelled 0.
+        weight = tl.where((same == 0) & (columns < M)[None, :], weight, 0.0)
+        if tl.max(tl.max(same.to(tl.int32), 1), 0) > 0:  # most tiles of a large batch have no positive
+            sigmoids = tl.zeros([BM, BN], tl.float32)
+            if ROW_ANCHOR:
+                sigmoids += mass_x[:, None] / (mass_x[:, None] + tl.exp2(logits - top_x[:, None]))
+            if COL_ANCHOR:
+                sigmoids += mass_z[None, :] / (mass_z[None, :] + tl.exp2(logits - top_z[None, :]))
+            if SELF:
+                same &= rows[:, None] != columns[None, :]
+            weight = tl.where(same, sigmoids * -per_pair, weight)
+        sums, along = add_weighted(sums, along, weight, tile, z_ptr, columns, M, inv_z, D, at_d, DC, PREC)
+    finish_rows(
+        sums, along, x_ptr, rows, N, inv_x, D, at_d, block, split, chunk, per_pair * 0.0, counter_ptr, partial_ptr, out_ptr,
+        SPLITS, CHUNKS, BM, DC,
+    )  # fmt: skip
+
+
+def _sizes(t: Tiles, rows: int) -> tuple[int, int]:
+    """Return the programs of the forward kernels and the float64 words of what they hand to each other."""
+    programs = t.row_blocks(rows) * t.splits
+    return programs, programs * (2 + (t.BM if t.splits > 1 else 0))
+
+
+def _buffers(rows: int, others: int, width: int, dtype: torch.dtype, reference_set: bool) -> Buffers:
+    """Four statistics a row; sums and partial statistics, a scale, a counter for all programs and one for each block."""
+    one, other = tiles(rows, others, width, dtype), tiles(others, rows, width, dtype)
+    blocks = max(one.blocks(rows, width), other.blocks(others, width))
+    return Buffers(stats=4 * (rows + others * reference_set), work=_sizes(one, rows)[1] + 2 + blocks)
+
+
+def _forward(batch: Batch, loss: Tensor) -> None:
+    x, z, slope = batch.rows, batch.others, math.log2(math.e) / batch.settings[0]
+    t = tiles(x.count, z.count, x.width, x.dtype, tf32=bool(batch.settings[1]))
+    programs, words = _sizes(t, x.count)
+    partial, scale, counters = batch.work[2 * programs :].view(torch.float32), batch.work[words:], batch.work[words + 1 :]
+    row_stats(x.emb, x.stats, counters)
+    if not batch.self_mode:
+        row_stats(z.emb, z.stats, None)
+    counters = counters.view(torch.int32)
+    sides, sizes = (*x.arguments, *z.arguments), (x.count, z.count, x.width, slope)
+    launch(_against_kernel, programs, t, *sides, partial, counters[2:], *sizes)
+    launch(
+        _forward_kernel, programs, t, *sides, batch.work, partial, scale, counters, loss, *sizes,
+        SELF=batch.self_mode, BP=triton.next_power_of_2(triton.cdiv(z.count, programs)),
+    )  # fmt: skip
+
+
+def _backward(batch: Batch, grad: Tensor, x: Side, z: Side) -> Tensor:
+    tf32, slope = bool(batch.settings[1]), math.log2(math.e) / batch.settings[0]
+    words = _sizes(tiles(batch.rows.count, batch.others.count, x.width, x.dtype), batch.rows.count)[1]
+    t = tiles(x.count, z.count, x.width, x.dtype, tf32=tf32)
+    out, partial = torch.empty_like(x.emb), t.partial(x.emb)
+    scale, counters = batch.work[words:], batch.work[words + 2 :].view(torch.int32)
+    launch(
+        _backward_kernel, t.blocks(x.count, x.width) * t.splits, t, grad, *x.arguments, *z.arguments, scale, counters,
+        partial, out, x.count, z.count, x.width, slope, SELF=batch.self_mode,
+        ROW_ANCHOR=x is batch.rows, COL_ANCHOR=z is batch.rows, CHUNKS=t.chunks(x.width),
+    )  # fmt: skip
+    return out
+
+
+register("ntxent", Kernels(_buffers, _forward, _backward))
+
+
+class NTXentLoss(FusedLoss):
+    """NT-Xent loss as NTXentLoss of pytorch-metric-learning, fused: memory O(N), no host synchronisation.
+
+    Called with embeddings [N, D] (float32, bfloat16 or float16 on a CUDA device; D to 1024, N to 2^20; other rows go to
+    the plain reference), labels [N] of any integer type, and optionally a reference set ref_emb [M, D] and ref_labels
+    [M]. Returns a float32 scalar; gradients have the type of their rows. Deterministic. Raises PmlkitError for a
+    constructor argument or a tuple that is not fused, and for labels that do not fit.
+    """
+
+    def __init__(self, temperature: float = 0.07, *, tf32: bool = False, **unsupported: Any) -> None:
+        super().__init__("ntxent", "losses.NTXentLoss", {"temperature": float(temperature)}, tf32, unsupported)

@@ -13,11 +13,19 @@ NaN or Inf anywhere makes the loss and every gradient NaN.
 Cost of the reference: three products of 2·N·C·D operations a pair, about seven N x C matrices alive at the peak.
 """
 
+from typing import Any
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from pmlkit.errors import PmlkitError
+from pmlkit.losses.fused import Batch, Buffers, Kernels, Side, fusable, fused_loss, register
+from pmlkit.losses.module import FusedLoss, check_rows
 from pmlkit.losses.rows import tied, unit_rows
+from pmlkit.losses.tiles import add_weighted, arrive, cosines, finish_rows, load_rows, row_stats, total, unit
+from pmlkit.losses.tiling import Tiles, launch, tiles
 
 
 def reference(emb_ND: Tensor, labels_N: Tensor, proxies_CD: Tensor, *, margin: float = 0.1, alpha: float = 32) -> Tensor:
@@ -45,3 +53,305 @@ def _log1p_sum(exponent_NC: Tensor, kept_NC: Tensor) -> Tensor:
     """Return log(1 + sum over kept rows of exp(exponent)) per column."""
     one_1C = exponent_NC.new_zeros(1, exponent_NC.shape[1])
     return torch.cat([exponent_NC.masked_fill(~kept_NC, -torch.inf), one_1C]).logsumexp(0)
+
+
+_LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _forward_kernel(
+    proxy_ptr, proxy_stats, emb_ptr, emb_stats, label_ptr,
+    sums_ptr, scale_ptr, counter_ptr, factor_ptr, partial_ptr, loss_ptr,
+    C, N, D, margin, alpha,
+    SHIFT: tl.constexpr, SPLITS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Sum the exponentials of every proxy; its last program takes the logarithms, the last of all divides. Reads N·C/BM rows.
+
+    A pair is pulled or pushed, so one exponential does: exp2 of its cosine times alpha·log2(e), minus for pulled ones. The
+    margin comes in afterwards. With SHIFT the largest exponent so far, rounded up, is taken off: any alpha is safe.
+    """
+    program, block = tl.program_id(0), tl.program_id(0) // SPLITS
+    blocks = tl.num_programs(0) // SPLITS
+    inside = tl.arange(0, BM)
+    classes = block * BM + inside
+    inv_q = tl.load(proxy_stats + classes, mask=classes < C, other=1.0)
+    steep = alpha * _LOG2E
+    pulled, pushed = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    top_pull = tl.zeros([BM], tl.float32)
+    if SHIFT:  # below every exponent
+        top_pull -= tl.ceil(tl.abs(steep) * 1.01)
+    top_push = top_pull
+    poison = tl.zeros([BN], tl.float32)
+    share = tl.cdiv(tl.cdiv(N, BN), SPLITS) * BN
+    begin = program % SPLITS * share
+    for first in range(begin, tl.minimum(begin + share, N), BN):
+        rows = first + tl.arange(0, BN)
+        inv_y = tl.load(emb_stats + rows, mask=rows < N, other=1.0)
+        label = tl.load(label_ptr + rows, mask=rows < N, other=-1)
+        poison += tl.where((rows < N) & ((label < 0) | (label >= C)), float("nan"), inv_y * 0.0)
+        tile = _cosines(proxy_ptr, classes, C, inv_q, emb_ptr, rows, N, inv_y, D, BM, BN, BK, PREC)
+        own = classes[:, None] == label[None, :]
+        power = tl.where(own, -steep, steep) * tile
+        other = (rows < N)[None, :] & (own == 0)
+        if SHIFT:
+            old_pull, old_push = top_pull, top_push
+            top_pull = tl.maximum(top_pull, tl.ceil(tl.max(tl.where(own, power, top_pull[:, None]), 1)))
+            top_push = tl.maximum(top_push, tl.ceil(tl.max(tl.where(other, power, top_push[:, None]), 1)))
+            pulled, pushed = pulled * tl.exp2(old_pull - top_pull), pushed * tl.exp2(old_push - top_push)
+            power -= tl.where(own, top_pull[:, None], top_push[:, None])
+        grown = tl.exp2(power)
+        pulled += tl.sum(tl.where(own, grown, 0.0), 1)
+        pushed += tl.sum(tl.where(other, grown, 0.0), 1)
+    place = partial_ptr + program.to(tl.int64) * 4 * BM + inside
+    tl.store(place, pulled)
+    tl.store(place + BM, top_pull)
+    # A row or proxy with NaN or Inf, or a label without a proxy, makes the loss and every gradient NaN.
+    tl.store(place + 2 * BM, pushed + inv_q * 0.0 + tl.sum(poison, 0))
+    tl.store(place + 3 * BM, top_push)
+    if arrive(counter_ptr + 1 + block, SPLITS):
+        place = partial_ptr + block.to(tl.int64) * SPLITS * 4 * BM + inside
+        pull, pull_factor, top_pull = _logarithm(place, margin, alpha, SPLITS, BM)
+        push, push_factor, top_push = _logarithm(place + 2 * BM, margin, alpha, SPLITS, BM)
+        wanted = classes < C
+        tl.store(factor_ptr + classes, pull_factor, mask=wanted)
+        tl.store(factor_ptr + C + classes, push_factor, mask=wanted)
+        tl.store(factor_ptr + 2 * C + classes, top_pull, mask=wanted)
+        tl.store(factor_ptr + 3 * C + classes, top_push, mask=wanted)
+        tl.store(sums_ptr + block, tl.sum(tl.where(wanted, pull, 0.0), 0))
+        tl.store(sums_ptr + blocks + block, tl.sum(tl.where(wanted, push, 0.0), 0))
+        tl.store(sums_ptr + 2 * blocks + block, tl.sum((wanted & (pull > 0)).to(tl.float64), 0))
+        if arrive(counter_ptr, blocks):
+            pulls, pushes = total(sums_ptr, blocks), total(sums_ptr + blocks, blocks)
+            per_pull = 1.0 / tl.maximum(total(sums_ptr + 2 * blocks, blocks), 1.0) + pushes * 0.0
+            per_push = 1.0 / C.to(tl.float64) + pushes * 0.0
+            tl.store(scale_ptr, per_pull * alpha)
+            tl.store(scale_ptr + 1, per_push * alpha)
+            tl.store(loss_ptr, (pulls * per_pull + pushes * per_push).to(tl.float32))
+
+
+@triton.jit
+def _logarithm(place, margin, alpha, SPLITS: tl.constexpr, BM: tl.constexpr):
+    """Return log(1 + sum of all shares) of BM proxies, and what a pair's gradient is made of: factor and top.
+
+    exp(alpha·(margin ± cosine)) / (1 + sum) = factor · exp2(±alpha·log2(e)·cosine - top). Few numbers, so in float64: a
+    loss near 0 keeps its digits, and the factor carries all that exponents of 50 would lose in float32.
+    """
+    top = tl.load(place + BM)
+    for split in range(1, SPLITS):
+        top = tl.maximum(top, tl.load(place + split * 4 * BM + BM))
+    sums = tl.zeros([BM], tl.float64)
+    for split in range(SPLITS):
+        shift = tl.load(place + split * 4 * BM + BM) - top
+        sums += tl.load(place + split * 4 * BM).to(tl.float64) * tl.exp2(shift).to(tl.float64)
+    power = tl.cast(alpha, tl.float64) * tl.cast(margin, tl.float64) + top.to(tl.float64) * _LN2
+    high = tl.where(power > 40, power, 0.0)
+    base, one = tl.exp(power - high), tl.exp(-high)
+    grown = base * sums
+    small = grown * (1.0 - grown * (0.5 - grown / 3.0))
+    log = tl.where((grown < 1e-4) & (high == 0), small, high + tl.log(tl.where(sums == 0, 1.0, one + grown)))
+    none = sums == 0  # no such row
+    return tl.where(none, 0.0, log), tl.where(none, 0.0, base / (one + grown)).to(tl.float32), top
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr, x_ptr, x_stats, z_ptr, z_stats, label_ptr, scale_ptr, factor_ptr, counter_ptr, partial_ptr, out_ptr,
+    N, M, D, alpha,
+    PROXIES: tl.constexpr, SHIFT: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DC: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the proxies against the rows, or of the rows against the proxies. Builds W again."""
+    chunk, split = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS % SPLITS
+    block = tl.program_id(0) // (CHUNKS * SPLITS)
+    rows = block * BM + tl.arange(0, BM)
+    at_d = chunk * DC
+    inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
+    steep = alpha * _LOG2E
+    grad = tl.load(grad_ptr).to(tl.float32)
+    per_pull, per_push = grad * tl.load(scale_ptr).to(tl.float32), grad * tl.load(scale_ptr + 1).to(tl.float32)
+    sums, along = tl.zeros([BM, DC], tl.float32), tl.zeros([BM], tl.float32)
+    share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
+    for first in range(split * share, tl.minimum(split * share + share, M), BN):
+        columns = first + tl.arange(0, BN)
+        inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
+        tile = _cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
+        if PROXIES:
+            classes, C = rows[:, None], N
+            own = classes == tl.load(label_ptr + columns, mask=columns < M, other=-1)[None, :]
+        else:
+            classes, C = columns[None, :], M
+            own = classes == tl.load(label_ptr + rows, mask=rows < N, other=-1)[:, None]
+        pull = -per_pull * tl.load(factor_ptr + classes, mask=classes < C, other=0.0)
+        push = per_push * tl.load(factor_ptr + C + classes, mask=classes < C, other=0.0)
+        power = tl.where(own, -steep, steep) * tile
+        if SHIFT:
+            top_pull = tl.load(factor_ptr + 2 * C + classes, mask=classes < C, other=0.0)
+            power -= tl.where(own, top_pull, tl.load(factor_ptr + 3 * C + classes, mask=classes < C, other=0.0))
+        weight = tl.where(own, pull, push) * tl.exp2(power)
+        sums, along = _add(sums, along, weight, tile, x_ptr, z_ptr, columns, M, inv_z, D, at_d, DC, PREC)
+    finish_rows(
+        sums, along, x_ptr, rows, N, inv_x, D, at_d, block, split, chunk, per_push * 0.0,
+        counter_ptr, partial_ptr, out_ptr, SPLITS, CHUNKS, BM, DC,
+    )  # fmt: skip
+
+
+@triton.jit
+def _halves(y, like_ptr):
+    """Return two half-precision parts whose sum is y to 16 digits (bfloat16) or 22 (float16)."""
+    high = y.to(like_ptr.dtype.element_ty)
+    return high, (y - high.to(tl.float32)).to(like_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _cosines(
+    x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Return <y_i, z_j> of a tile, also of half-precision rows with float32 ones: those are made unit rows in two halves."""
+    if x_ptr.dtype.element_ty == z_ptr.dtype.element_ty:
+        tile = cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
+    else:
+        tile = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, D, BK):
+            x, z = load_rows(x_ptr, rows, N, D, k, BK), load_rows(z_ptr, columns, M, D, k, BK)
+            if x_ptr.dtype.element_ty == tl.float32:
+                high, low = _halves(unit(x, inv_x), z_ptr)
+                tile = tl.dot(low, tl.trans(z), tl.dot(high, tl.trans(z), tile))
+            else:
+                high, low = _halves(unit(z, inv_z), x_ptr)
+                tile = tl.dot(x, tl.trans(low), tl.dot(x, tl.trans(high), tile))
+        tile = tile * inv_z[None, :] if x_ptr.dtype.element_ty == tl.float32 else tile * inv_x[:, None]
+    return tile
+
+
+@triton.jit
+def _add(sums, along, weight, tile, x_ptr, z_ptr, columns, M, inv_z, D, at_d, DC: tl.constexpr, PREC: tl.constexpr):
+    """As add_weighted; what is float32 beside bfloat16 goes in two halves: proxies, or the weights of their gradient."""
+    z = load_rows(z_ptr, columns, M, D, at_d, DC)
+    if (x_ptr.dtype.element_ty == tl.bfloat16) & (z_ptr.dtype.element_ty == tl.float32):
+        high, low = _halves(unit(z, inv_z), x_ptr)
+        scaled = weight.to(tl.bfloat16)
+        sums = tl.dot(scaled, low, tl.dot(scaled, high, sums))
+        along += tl.sum(scaled.to(tl.float32) * tile, 1)  # rounded like the sums, so that the difference keeps its digits
+    elif (x_ptr.dtype.element_ty == tl.float32) & (z_ptr.dtype.element_ty == tl.bfloat16):
+        high, low = _halves(weight * inv_z[None, :], z_ptr)
+        sums = tl.dot(low, z, tl.dot(high, z, sums))
+        along += tl.sum((high.to(tl.float32) + low.to(tl.float32)) * tile * (1.0 / inv_z)[None, :], 1)
+    else:
+        sums, along = add_weighted(sums, along, weight, tile, z_ptr, columns, M, inv_z, D, at_d, DC, PREC)
+    return sums, along
+
+
+def _plan(rows: int, proxies: int, width: int, dtype: torch.dtype, tf32: bool = False) -> tuple[Tiles, list[int]]:
+    """Return the tiles of the forward pass and how many words of 8 bytes its parts have.
+
+    Three sums a block of proxies, two scales, counters of 4 bytes, four float32 numbers a proxy, four more a program.
+    """
+    t, back = tiles(proxies, rows, width, dtype, tf32), tiles(rows, proxies, width, dtype)
+    blocks = t.row_blocks(proxies)
+    counters = max(blocks + 1, t.blocks(proxies, width), back.blocks(rows, width))
+    return t, [3 * blocks, 2, counters // 2 + 1, 2 * proxies, 2 * blocks * t.splits * t.BM]
+
+
+def _buffers(rows: int, others: int, width: int, dtype: torch.dtype, reference_set: bool) -> Buffers:
+    # The type of the proxies is not known here: room for both cases of `_wide`.
+    words = max(sum(_plan(rows, others, width, kind)[1]) for kind in (dtype, torch.float32))
+    return Buffers(stats=2 * (rows + others), work=words)
+
+
+def _wide(batch: Batch) -> torch.dtype:
+    """Return the type that tiles are chosen for: float32 for half-precision rows with float32 proxies."""
+    return torch.promote_types(batch.rows.dtype, batch.others.dtype)
+
+
+def _shifted(alpha: float, margin: float) -> bool:
+    """Return whether exponents must be kept small: else 2^20 terms stay below 2^100, and none is below 2^-64."""
+    return abs(alpha) * (1 + abs(margin)) > 44
+
+
+def _forward(batch: Batch, loss: Tensor) -> None:
+    rows, proxies = batch.rows, batch.others
+    margin, alpha, tf32 = batch.settings
+    t, sizes = _plan(rows.count, proxies.count, rows.width, _wide(batch), bool(tf32))
+    sums, scale, counters, factors, partial = batch.work[: sum(sizes)].split(sizes)
+    row_stats(rows.emb, rows.stats, counters)
+    row_stats(proxies.emb, proxies.stats, None)
+    launch(
+        _forward_kernel, t.row_blocks(proxies.count) * t.splits, t,
+        proxies.emb, proxies.stats, rows.emb, rows.stats, rows.labels,
+        sums, scale, counters.view(torch.int32), factors.view(torch.float32), partial.view(torch.float32), loss,
+        proxies.count, rows.count, rows.width, margin, alpha, SHIFT=_shifted(alpha, margin),
+    )  # fmt: skip
+
+
+def _backward(batch: Batch, grad: Tensor, x: Side, z: Side) -> Tensor:
+    margin, alpha, tf32 = batch.settings
+    _, sizes = _plan(batch.rows.count, batch.others.count, x.width, _wide(batch))
+    _, scale, counters, factors, _ = batch.work[: sum(sizes)].split(sizes)
+    t = tiles(x.count, z.count, x.width, _wide(batch), bool(tf32))
+    out, partial = torch.empty_like(x.emb), t.partial(x.emb)
+    launch(
+        _backward_kernel, t.blocks(x.count, x.width) * t.splits, t, grad, x.emb, x.stats, z.emb, z.stats, batch.rows.labels,
+        scale, factors.view(torch.float32), counters.view(torch.int32), partial, out, x.count, z.count, x.width, alpha,
+        PROXIES=x is batch.others, SHIFT=_shifted(alpha, margin), CHUNKS=t.chunks(x.width),
+    )  # fmt: skip
+    return out
+
+
+register("proxy_anchor", Kernels(_buffers, _forward, _backward, mixed=True))
+
+
+class ProxyAnchorLoss(FusedLoss):
+    """Proxy Anchor loss as ProxyAnchorLoss of pytorch-metric-learning, fused: memory O(N + C), no host synchronisation.
+
+    Called with embeddings [N, D] (float32, bfloat16 or float16 on a CUDA device; D to 1024, N and C to 2^20; other rows
+    go to the plain reference) and labels [N] of any integer type with values in [0, C). Returns a float32 scalar;
+    gradients have the type of their rows. `proxies` [C, D] is a float32 parameter and stays one. Deterministic.
+
+    On a CUDA device a label outside [0, C) makes the loss and every gradient NaN, since raising would synchronise. Raises
+    PmlkitError for a constructor argument, a tuple or a reference set that is not fused, and for rows that do not fit.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        embedding_size: int,
+        margin: float = 0.1,
+        alpha: float = 32,
+        *,
+        tf32: bool = False,
+        **unsupported: Any,
+    ) -> None:
+        settings = {"margin": float(margin), "alpha": float(alpha)}
+        super().__init__("proxy_anchor", "losses.ProxyAnchorLoss", settings, tf32, unsupported)
+        self.num_classes, self.embedding_size = num_classes, embedding_size
+        self.proxies = torch.nn.Parameter(torch.empty(num_classes, embedding_size, dtype=torch.float32))
+        torch.nn.init.kaiming_normal_(self.proxies, mode="fan_out")
+
+    def extra_repr(self) -> str:
+        """Return the settings as the constructor takes them."""
+        return f"num_classes={self.num_classes}, embedding_size={self.embedding_size}, {super().extra_repr()}"
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss."""
+        self.refuse_tuple(indices_tuple)
+        if ref_emb is not None or ref_labels is not None:
+            raise PmlkitError(f"no ref_emb: pytorch_metric_learning.{self.equivalent} too compares rows with its proxies only")
+        labels, _ = check_rows(embeddings, labels, None, None)
+        if embeddings.shape[1] != self.proxies.shape[1] or embeddings.device != self.proxies.device:
+            raise PmlkitError(
+                f"proxies {tuple(self.proxies.shape)} on {self.proxies.device} do not fit embeddings "
+                f"{tuple(embeddings.shape)} on {embeddings.device}: same width and device needed"
+            )
+        if fusable(embeddings, self.proxies):
+            settings = [*self.settings.values(), float(self.tf32)]
+            return fused_loss(self.name, embeddings, labels, self.proxies, None, settings)
+        return reference(embeddings, labels, self.proxies, **self.settings)

@@ -4,6 +4,8 @@ Half-precision rows are multiplied as they are, since a product of two of them i
 lengths afterwards; float32 rows are made unit rows first. Statistics of rows are float32: `inv` = 1 / max(length, 1e-12).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -172,15 +174,19 @@ def finish_rows(
             for other in range(SPLITS):
                 sums += tl.load(place + other * BM * (DC + 1) + at)
                 along += tl.load(place + other * BM * (DC + 1) + BM * DC + inside)
-            _write_rows(sums, along, x_ptr, rows, N, inv_x, D, at_d, poison, out_ptr, DC)
+            _write_rows(sums, along, x_ptr, rows, N, inv_x, D, at_d, poison, out_ptr, CHUNKS, DC)
     else:
-        _write_rows(sums, along, x_ptr, rows, N, inv_x, D, at_d, poison, out_ptr, DC)
+        _write_rows(sums, along, x_ptr, rows, N, inv_x, D, at_d, poison, out_ptr, CHUNKS, DC)
 
 
 @triton.jit
-def _write_rows(sums, along, x_ptr, rows, N, inv_x, D, at_d, poison, out_ptr, DC: tl.constexpr):
+def _write_rows(
+    sums, along, x_ptr, rows, N, inv_x, D, at_d, poison, out_ptr, CHUNKS: tl.constexpr, DC: tl.constexpr
+):  # fmt: skip
     columns = at_d + tl.arange(0, DC)
     y = unit(load_rows(x_ptr, rows, N, D, at_d, DC), inv_x)
+    if CHUNKS == 1:  # all columns are here: the part along y of what was summed, so that its rounding cancels
+        along = tl.sum(y * sums, 1) / tl.maximum(tl.sum(y * y, 1), 1e-30)
     gradient = tl.where((inv_x < 1e12)[:, None], (sums - y * along[:, None]) * inv_x[:, None], 0.0) + poison
     mask = (rows < N)[:, None] & (columns < D)[None, :]
     place = out_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
@@ -195,6 +201,5 @@ def row_stats(rows_ND: Tensor, stats: Tensor, counters: Tensor | None) -> None:
     zeros = 0 if counters is None else 2 * counters.numel()
     target = stats if counters is None else counters
     BZ = triton.next_power_of_2(max(1, triton.cdiv(zeros, blocks)))
-    row_stats_kernel[(blocks,)](  # pyright: ignore[reportCallIssue]
-        rows_ND, stats, target.view(torch.int32), zeros, rows, width, BM=32, BK=BK, BZ=BZ, num_warps=4
-    )
+    kernel: Any = row_stats_kernel  # whose call takes launch options that its type does not know
+    kernel[(blocks,)](rows_ND, stats, target.view(torch.int32), zeros, rows, width, BM=32, BK=BK, BZ=BZ, num_warps=4)

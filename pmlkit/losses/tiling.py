@@ -52,6 +52,7 @@ def launch(kernel: Any, programs: int, tiles: Tiles, *arguments: Any, **constant
 
 
 _PROGRAMS = 264  # two for each of the 132 multiprocessors of an H100 or H200
+_MOST_PARTIAL_BYTES = 16 * 2**20  # what programs of one block may write for each other
 
 
 def tiles(rows: int, others: int, width: int, dtype: torch.dtype, tf32: bool = False) -> Tiles:
@@ -62,16 +63,24 @@ def tiles(rows: int, others: int, width: int, dtype: torch.dtype, tf32: bool = F
     """
     widest = 1 << max(4, (width - 1).bit_length())
     large = rows >= 16384
-    BM = 128 if large else 64 if rows >= 4096 else 32
+    # float32 never takes 128 rows: for compute capability 10.0 Triton 3.7.1 makes an empty kernel of 128 x 64 in 3xTF32.
+    BM = 128 if large and dtype != torch.float32 else 64 if rows >= 4096 else 32
     BN = 64
-    splits = 1
-    while not large and splits < 16 and splits * BN * 2 <= others and splits * -(-rows // BM) < _PROGRAMS:
+    DC = min(widest, 128)
+    blocks, splits = -(-rows // BM), 1
+    while (
+        not large
+        and splits < 16
+        and 2 * splits * BN <= others
+        and splits * blocks * -(-width // DC) < _PROGRAMS
+        and 2 * splits * blocks * BM * -(-width // DC) * (DC + 1) * 4 <= _MOST_PARTIAL_BYTES
+    ):
         splits *= 2
     return Tiles(
         BM=BM,
         BN=BN,
         BK=min(widest, 64 if dtype == torch.float32 else 128),
-        DC=min(widest, 128),
+        DC=DC,
         splits=splits,
         warps=8 if large else 4,
         stages=2,

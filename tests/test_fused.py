@@ -1,0 +1,355 @@
+"""The fused losses against their float64 references: on a processor in Triton's interpreter, on a GPU as they are."""
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from pmlkit import paths
+from pmlkit.errors import PmlkitError
+from pmlkit.losses import batch_hard_triplet, fused
+from pmlkit.losses.batch_hard_triplet import BatchHardTripletLoss
+from pmlkit.losses.contrastive import ContrastiveLoss
+from pmlkit.losses.fused import fusable
+from pmlkit.losses.module import FusedLoss
+from pmlkit.losses.ntxent import NTXentLoss
+from pmlkit.losses.proxy_anchor import ProxyAnchorLoss
+from pmlkit.losses.tiling import tiles
+
+# The interpreter's arithmetic is numpy's, which warns where a GPU returns NaN or Inf.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# Norm of the difference over norm of the float64 gradient of the same rows: what the contract of the losses asks.
+LIMITS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+PAIRWISE: dict[str, Callable[..., FusedLoss]] = {
+    "contrastive": ContrastiveLoss,
+    "batch_hard_triplet": BatchHardTripletLoss,
+    "ntxent": NTXentLoss,
+}
+CLASSES, PROXY = 20, "proxy_anchor"
+ALL = [*PAIRWISE, PROXY]
+
+
+def module(name: str, width: int = 16, dtype: torch.dtype = torch.float32) -> FusedLoss:
+    """Return a loss; the proxies, if it has any, are the same every time."""
+    if name != PROXY:
+        return PAIRWISE[name]()
+    torch.manual_seed(3)
+    return ProxyAnchorLoss(CLASSES, width).to(DEVICE)
+
+
+@dataclass
+class Seen:
+    """A loss and its gradients, kernels' and float64's."""
+
+    loss: Tensor
+    grads: list[Tensor]
+    exact_loss: Tensor
+    exact_grads: list[Tensor]
+
+    def errors(self) -> list[float]:
+        """Return the relative error of the loss, then of every gradient; against 0.1 where the truth is smaller.
+
+        Parallel rows, for example, are at distance 0 in float64 and 6e-8 apart in float32.
+        """
+        pairs = zip([self.loss, *self.grads], [self.exact_loss, *self.exact_grads], strict=True)
+        return [float((got.double() - want).norm() / want.norm().clamp(min=0.1)) for got, want in pairs]
+
+
+def rows(kind: str, n: int, width: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return rows of a kind, four a class in random order, and their labels."""
+    draw = torch.Generator().manual_seed(seed)
+    labels = (torch.arange(n) // 4)[torch.randperm(n, generator=draw)]
+    centres = torch.randn(n, width, generator=draw, dtype=torch.float64)[labels]
+    noise = torch.randn(n, width, generator=draw, dtype=torch.float64)
+    spread = {"random": 1e6, "trained": 0.5, "tight": 0.021}[kind]  # tight: distances of about 0.03 within a class
+    return (centres + spread * noise).div(max(1.0, spread)).to(dtype).to(DEVICE), labels.to(DEVICE)
+
+
+def see(
+    name: str, emb: Tensor, labels: Tensor, ref: Tensor | None = None, ref_labels: Tensor | None = None, grad: float = 1.0
+) -> Seen:
+    """Evaluate a loss and its gradients by the kernels and by the reference in float64.
+
+    Batch-hard is compared at its own triplets; that they are the hardest is a test of its own.
+    """
+    loss_of = module(name, emb.shape[1])
+    leaves = [leaf.clone().requires_grad_() for leaf in (emb, ref) if leaf is not None]
+    assert all(fusable(leaf) for leaf in leaves)
+    loss = loss_of(leaves[0], labels, ref_emb=leaves[1] if ref is not None else None, ref_labels=ref_labels)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    reference = importlib.import_module(f"pmlkit.losses.{name}").reference
+    if isinstance(loss_of, ProxyAnchorLoss):
+        leaves.append(loss_of.proxies)
+        wide.append(loss_of.proxies.detach().double().requires_grad_())
+        exact = reference(wide[0], labels, wide[1])
+    else:
+        others = {"ref_emb_MD": wide[1] if ref is not None else None, "ref_labels_M": ref_labels}
+        triplets = {"triplets": batch_hard_triplet.mined(loss)} if name == "batch_hard_triplet" else {}
+        exact = reference(wide[0], labels, **others, **triplets)
+    grads = torch.autograd.grad(loss, leaves, torch.full_like(loss, grad))
+    exact_grads = torch.autograd.grad(exact, wide, torch.full_like(exact, grad))
+    return Seen(loss.detach(), list(grads), exact.detach(), list(exact_grads))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize(("n", "width"), [(1, 3), (2, 3), (25, 64), (33, 100), (70, 16)])
+def test_against_float64(name: str, dtype: torch.dtype, n: int, width: int) -> None:
+    """Value and gradient at sizes on and off the tiles."""
+    errors = see(name, *rows("random", n, width, dtype)).errors()
+    assert errors[0] <= (1e-6 if dtype == torch.float32 else 4e-6)
+    assert max(errors[1:]) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("n", [2, 7])
+def test_rows_of_one_number(name: str, n: int) -> None:
+    """Such rows have only a direction, +1 or -1: the gradient is 0, and stays so but for rounding.
+
+    Not so the contrastive loss: parallel rows that round apart are counted as positives at a distance of 6e-8.
+    """
+    seen = see(name, *rows("random", n, 1, torch.float32))
+    assert name == "contrastive" or seen.errors()[0] <= 1e-6
+    assert float(seen.grads[0].abs().max()) <= 2e-5
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("kind", ["trained", "tight"])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_clusters(name: str, kind: str, dtype: torch.dtype) -> None:
+    """Where rows of a class lie close together the product has lost the digits that the gradient needs."""
+    errors = see(name, *rows(kind, 48, 128, dtype)).errors()
+    assert errors[0] <= 1e-5
+    assert errors[1] <= 2 * LIMITS[dtype] if kind == "tight" else LIMITS[dtype]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("width", [130, 300])
+def test_rows_wider_than_a_program_keeps(name: str, width: int) -> None:
+    """Several programs share the gradient's columns; each builds the similarities again."""
+    assert max(see(name, *rows("trained", 20, width, torch.float32)).errors()) <= 2e-6
+
+
+@pytest.mark.parametrize("name", PAIRWISE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "m"), [(30, 50), (1, 2), (40, 5)])
+def test_a_reference_set(name: str, dtype: torch.dtype, n: int, m: int) -> None:
+    """Against other rows, of which the first share labels: gradients of both sides, (i, i) is a pair."""
+    emb, labels = rows("trained", n, 64, dtype)
+    ref, ref_labels = rows("trained", m, 64, dtype, seed=1)
+    errors = see(name, emb, labels, ref, ref_labels).errors()
+    assert max(errors) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize("name", PAIRWISE)
+@pytest.mark.parametrize(
+    "labels",
+    [[7] * 12, list(range(12)), [-5, 2**40] * 6, [0] * 11 + [1], [3, 3, *range(10, 20)]],
+    ids=["one class", "all different", "two odd labels", "one stranger", "one pair"],
+)
+def test_label_layouts(name: str, labels: list[int]) -> None:
+    """No positives, no negatives, a lone pair, labels that are no indices."""
+    emb, _ = rows("trained", 12, 16, torch.float32)
+    seen = see(name, emb, torch.tensor(labels, device=DEVICE))
+    assert bool(torch.isfinite(seen.grads[0]).all())
+    assert max(seen.errors()) <= 3e-6 or float(seen.exact_grads[0].norm()) == float(seen.grads[0].norm()) == 0
+
+
+@pytest.mark.parametrize("name", PAIRWISE)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_copies_and_a_zero_row(name: str, dtype: torch.dtype) -> None:
+    """Copies are at distance 0 with gradient 0; a zero row gets gradient 0, where 2.9.0 gives 1e12."""
+    emb, labels = rows("trained", 40, 64, dtype)
+    emb[1], emb[2], emb[9] = emb[0], emb[0], 0
+    labels[1] = labels[0]
+    seen = see(name, emb, labels)
+    assert float(seen.grads[0][9].abs().max()) == 0
+    assert seen.errors()[1] <= 2 * LIMITS[dtype]
+
+
+@pytest.mark.parametrize("name", PAIRWISE)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("side", [0, 1])
+def test_nan_and_inf_reach_loss_and_every_gradient(name: str, bad: float, side: int) -> None:
+    """One bad number anywhere makes everything NaN, never a plausible value."""
+    emb, labels = rows("trained", 20, 16, torch.float32)
+    ref, ref_labels = rows("trained", 30, 16, torch.float32, seed=1)
+    (emb, ref)[side][3, 5] = bad
+    seen = see(name, emb, labels, ref, ref_labels)
+    assert bool(seen.loss.isnan())
+    assert all(bool(grad.isnan().all()) for grad in seen.grads)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e30, 1e-9])
+def test_rows_of_extreme_length(name: str, dtype: torch.dtype, size: float) -> None:
+    """Lengths whose squares leave float32 change neither loss nor, over the length, the gradient."""
+    emb, labels = rows("random", 24, 32, dtype)
+    emb[5:9] *= size
+    seen = see(name, emb, labels)
+    assert seen.errors()[0] <= 1e-6
+    for part in (slice(5, 9), slice(9, None)):
+        got, want = seen.grads[0][part].double(), seen.exact_grads[0][part]
+        assert float((got - want).norm() / want.norm()) <= 2 * LIMITS[dtype]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("dtype", "grad"), [(torch.float16, 65536.0), (torch.float32, 0.0), (torch.bfloat16, -3.0)], ids=str)
+def test_the_gradient_of_the_loss_is_honoured(name: str, dtype: torch.dtype, grad: float) -> None:
+    """Loss scaling, sign and zero."""
+    seen = see(name, *rows("trained", 24, 32, dtype), grad=grad)
+    assert seen.errors()[1] <= LIMITS[dtype] if grad else float(seen.grads[0].abs().max()) == 0
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_twice_the_same_bits(name: str) -> None:
+    """Deterministic over calls and over repeated backward passes; without gradients the value is the same."""
+    emb, labels = rows("trained", 70, 16, torch.float32)
+    leaf = emb.clone().requires_grad_()
+    loss = module(name)(leaf, labels)
+    once, again = (torch.autograd.grad(loss, leaf, retain_graph=True)[0] for _ in range(2))
+    other = module(name)(leaf, labels)
+    assert torch.equal(once, again)
+    assert torch.equal(loss, other)
+    assert torch.equal(once, torch.autograd.grad(other, leaf)[0])
+    with torch.no_grad():
+        assert torch.equal(module(name)(emb, labels), loss)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_compiled_whole(name: str) -> None:
+    """`torch.compile(fullgraph=True)` keeps the kernels as operators, forward and backward, and the same bits."""
+    emb, labels = rows("trained", 24, 16, torch.float32)
+    loss, leaf = module(name), emb.clone().requires_grad_()
+    compiled = torch.compile(lambda x, y: 2 * loss(x, y), fullgraph=True, backend="aot_eager")
+    compiled(leaf, labels).backward()
+    got, leaf.grad = leaf.grad, None
+    (2 * loss(leaf, labels)).backward()
+    assert torch.equal(got, leaf.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rows_that_are_not_contiguous(name: str) -> None:
+    """A transposed view gives what its copy gives."""
+    emb, labels = rows("trained", 24, 16, torch.float32)
+    view = emb.T.contiguous().T
+    assert not view.is_contiguous()
+    assert torch.equal(module(name)(view, labels), module(name)(emb, labels))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_other_rows_go_to_the_reference(name: str) -> None:
+    """float64, an empty batch and rows wider than the kernels take have the reference's value, in the graph."""
+    for n, width, dtype in ((12, 16, torch.float64), (0, 16, torch.float32), (4, 1025, torch.float32)):
+        emb, labels = rows("trained", n, width, dtype)
+        emb.requires_grad_()
+        assert not fusable(emb)
+        module(name, width).to(dtype)(emb, labels).backward()
+        assert emb.grad is not None
+        assert bool(torch.isfinite(emb.grad).all())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_bad_input_is_refused(name: str) -> None:
+    """What the kernels do not cover names what to use instead; what no loss takes names the place."""
+    emb, labels = rows("random", 8, 4, torch.float32)
+    loss = module(name, 4)
+    for arguments, message in (
+        ((emb, labels, (labels, labels, labels)), r"indices_tuple is not fused.*pytorch_metric_learning\.losses"),
+        ((emb, labels[:5]), r"one label a row, got labels \(5,\) for rows \(8, 4\)"),
+        ((emb, labels.float()), "labels must be integers"),
+        ((emb[0], labels), r"need floating-point rows \[N, D\]"),
+        ((emb, labels, None, emb), "give both or neither|no ref_emb"),
+    ):
+        with pytest.raises(PmlkitError, match=message):
+            loss(*arguments)
+    with pytest.raises(PmlkitError, match=r"distance='cosine' is not fused: use pytorch_metric_learning\.losses"):
+        PAIRWISE[name](distance="cosine") if name != PROXY else ProxyAnchorLoss(8, 4, distance="cosine")
+    leaf = emb.clone().requires_grad_()
+    with pytest.raises(PmlkitError, match="differentiable once"):
+        torch.autograd.grad(loss(leaf, labels), leaf, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_kernels_compile_for_every_architecture(name: str) -> None:
+    """Ahead of time, without a GPU: Ampere, Hopper, datacentre and consumer Blackwell; shared memory fits the smallest."""
+    command = [sys.executable, "-m", "tests.compile_kernels", name, "80", "90", "100", "120"]
+    done = subprocess.run(command, cwd=paths.root(), env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert {line[3] for line in lines} == {"80", "90", "100", "120"}
+    assert max(int(line[4]) for line in lines) <= 99 * 1024
+
+
+@pytest.mark.parametrize("n", [1, 33, 512, 2048, 4096, 32768, 2**20])
+@pytest.mark.parametrize("width", [1, 64, 128, 1024])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_tiles_are_sensible(n: int, width: int, dtype: torch.dtype) -> None:
+    """Powers of two that Triton takes; splits only where each has columns; memory beyond 16 MiB stays under 64 bytes a row."""
+    t = tiles(n, n, width, dtype)
+    assert all(size & (size - 1) == 0 for size in (t.BM, t.BN, t.BK, t.DC, t.splits))
+    assert min(t.BM, t.BN, t.BK, t.DC) >= 16
+    assert t.splits == 1 or t.splits * t.BN <= 2 * n
+    partial = t.blocks(n, width) * t.splits * t.BM * (t.DC + 1) * 4 if t.splits > 1 else 0
+    assert partial <= 64 * n + 16 * 2**20
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("reference_set", [False, True])
+def test_the_mined_triplets_are_the_hardest(dtype: torch.dtype, reference_set: bool) -> None:
+    """Anchors are exactly those that have both; distances are float64's hardest, but for differences no format can tell."""
+    emb, labels = rows("trained", 70, 32, dtype)
+    ref, ref_labels = rows("trained", 50, 32, dtype, seed=1) if reference_set else (emb, labels)
+    others = {"ref_emb": ref, "ref_labels": ref_labels} if reference_set else {}
+    a, p, n = batch_hard_triplet.mined(BatchHardTripletLoss()(emb.clone().requires_grad_(), labels, **others))
+    wide = {"ref_emb_MD": ref.double(), "ref_labels_M": ref_labels} if reference_set else {}
+    exact = batch_hard_triplet.mine(emb.double(), labels, **wide)
+    unit, units = (torch.nn.functional.normalize(one.double()) for one in (emb, ref))
+    assert torch.equal(a, exact[0])
+    assert bool((labels[a] == ref_labels[p]).all() and (labels[a] != ref_labels[n]).all())
+    for got, want in ((p, exact[1]), (n, exact[2])):
+        squares = [(unit[a] - units[j]).square().sum(1) for j in (got, want)]
+        assert float((squares[0] - squares[1]).abs().max()) <= 2e-6
+
+
+def test_proxies_keep_their_type() -> None:
+    """A half-precision batch leaves the proxies and their gradient in float32; one outside the classes makes all NaN."""
+    emb, labels = rows("trained", 24, 16, torch.bfloat16)
+    loss = ProxyAnchorLoss(CLASSES, 16).to(DEVICE)
+    before = loss.proxies.detach().clone()
+    loss(emb.requires_grad_(), labels).backward()
+    assert loss.proxies.dtype == loss.proxies.grad.dtype == torch.float32  # type: ignore[union-attr]
+    assert torch.equal(loss.proxies, before)
+    for stranger in (-1, CLASSES, 2**40):
+        labels[3] = stranger
+        assert bool(loss(emb, labels).isnan())
+
+
+def test_tf32_is_a_choice() -> None:
+    """The switch reaches the kernels' arithmetic, and the default is the exact one."""
+    emb, labels = rows("random", 24, 32, torch.float32)
+    assert tiles(24, 24, 32, torch.float32).PREC == "tf32x3"
+    assert tiles(24, 24, 32, torch.float32, tf32=True).PREC == "tf32"
+    assert float(ContrastiveLoss(tf32=True)(emb, labels)) == pytest.approx(float(ContrastiveLoss()(emb, labels)), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("n", [512, 2048, 8192, 32768, 2**20])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_memory_beyond_the_rows(name: str, n: int, dtype: torch.dtype) -> None:
+    """What a call keeps, and what its programs hand each other, is at most 64 bytes a row or proxy and 16 MiB."""
+    others = 1024 if name == PROXY else n
+    size = fused.kernels(name).buffers(n, others, 128, dtype, name == PROXY)
+    t = tiles(n, others, 128, dtype)
+    partial = t.blocks(n, 128) * t.splits * t.BM * (t.DC + 1) * 4 if t.splits > 1 else 0
+    rows_and_proxies = n + (others if name == PROXY else 0)
+    assert 4 * size.stats + 8 * size.work + partial <= 64 * rows_and_proxies + 16 * 2**20
