@@ -12,8 +12,12 @@ from pmlkit.bench.measure import measure
 from pmlkit.bench.memory import cuda_memory
 from pmlkit.bench.timing import time_phases, warm_up
 from pmlkit.campaign import Job, loss_case
+from pmlkit.losses.batch_hard_triplet import BatchHardTripletLoss
 from pmlkit.losses.bind import Bound, make_inputs
+from pmlkit.losses.bind_fused import bind_fused, bind_fused_graph
+from pmlkit.losses.contrastive import ContrastiveLoss
 from pmlkit.losses.dense import bind_compiled, bind_dense, bind_graph
+from pmlkit.losses.ntxent import NTXentLoss
 from pmlkit.protocol import PROTOCOLS
 from pmlkit.registry import LOSSES, resolve, subject
 
@@ -158,3 +162,80 @@ def test_every_cache_state_is_measured(cache: str, key: str) -> None:
     assert outcome.kernels is not None
     assert outcome.kernels[0].launches > 0
     assert ("host_bound" in outcome.flags) == (key == "dense" and cache in ("as-in-loop", "rotating"))
+
+
+FUSED = {"contrastive": ContrastiveLoss, "batch_hard_triplet": BatchHardTripletLoss, "ntxent": NTXentLoss}
+ERRORS = {"fp32": 2e-6, "bf16": 4e-3, "fp16": 1e-3}
+
+
+@pytest.mark.parametrize("op", LOSSES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("n", [127, 512, 2048, 4097])
+def test_fused_losses_on_the_device(op: str, precision: str, n: int) -> None:
+    """Eager and captured, value and gradients agree with float64 at full sizes, and the second replay as the first."""
+    case = loss_case(op, n, precision)
+    for bind in (bind_fused, bind_fused_graph):
+        inputs = make_inputs(case, "cuda")
+        bound = bind(case, inputs)
+        for _ in range(2):
+            check = check_answer(case, inputs, bound)
+            assert check.rms_rel is not None
+            assert check.rms_rel <= ERRORS[precision], check
+
+
+@pytest.mark.parametrize("op", LOSSES)
+@pytest.mark.parametrize("n", [8192, 32768])
+def test_fused_losses_need_little_memory(op: str, n: int) -> None:
+    """Beyond inputs, output and gradients a pair takes at most 64 bytes a row or proxy, and 16 MiB."""
+    case = loss_case(op, n, "bf16")
+    inputs = make_inputs(case, "cuda")
+    bound = bind_fused(case, inputs)
+    bound.pair()
+    memory = cuda_memory(bound)
+    gradients = sum(leaf.numel() * leaf.element_size() for leaf in bound.leaves)
+    beyond = memory.allocated_peak_bytes - memory.baseline_bytes - gradients
+    assert beyond <= 64 * (n + case.shape.get("C", 0)) + 16 * 2**20 + 4096
+
+
+@pytest.mark.parametrize("op", LOSSES)
+def test_fused_losses_never_wait_for_the_device(op: str) -> None:
+    """A pair synchronises nothing, with labels of another integer type too."""
+    case = loss_case(op, 512, "fp32")
+    inputs = make_inputs(case, "cuda")
+    bound = bind_fused(case, inputs)
+    bound.pair()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        bound.pair()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("op", FUSED)
+def test_offsets_beyond_two_billion(op: str) -> None:
+    """65,537 rows: pairs exceed 2^32, so counts and offsets of 32 bits would wrap; a sample of rows against float64."""
+    n, width = 65537, 32
+    emb = torch.randn(n, width, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).requires_grad_()
+    labels = torch.arange(n, device="cuda") // 4
+    loss = FUSED[op]()(emb, labels)
+    (grad,) = torch.autograd.grad(loss, emb)
+    assert bool(torch.isfinite(loss)) and bool(torch.isfinite(grad).all())
+    along = (grad.double() * torch.nn.functional.normalize(emb.detach().double())).sum(1)
+    assert float(along.abs().max()) <= 1e-4 * float(grad.norm(dim=1).max())  # the gradient is tangent to the sphere
+
+
+@pytest.mark.parametrize("op", FUSED)
+def test_fused_losses_under_autocast_and_scaling(op: str) -> None:
+    """Autocast changes nothing, a loss scale multiplies the gradient, and compiled code gives the same bits."""
+    case = loss_case(op, 512, "fp32")
+    inputs = make_inputs(case, "cuda")
+    loss = FUSED[op]()
+    plain = loss(inputs.emb_ND, inputs.labels_N)
+    (grad,) = torch.autograd.grad(plain, inputs.emb_ND)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(loss(inputs.emb_ND, inputs.labels_N), plain)
+    (scaled,) = torch.autograd.grad(loss(inputs.emb_ND, inputs.labels_N) * 65536, inputs.emb_ND)
+    assert torch.equal(scaled, grad * 65536)
+    compiled = torch.compile(lambda x, y: loss(x, y) * 1, fullgraph=True)
+    (again,) = torch.autograd.grad(compiled(inputs.emb_ND, inputs.labels_N), inputs.emb_ND)
+    assert torch.equal(again, grad)
