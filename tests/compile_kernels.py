@@ -45,8 +45,8 @@ def launches(name: str, rows: int, dtype: torch.dtype, reference_set: bool) -> l
     return seen
 
 
-def signature(kernel: Any, arguments: tuple, constants: dict[str, Any], tiles: tiling.Tiles) -> tuple[dict, dict]:
-    """Return the types and the constants of a launch by name."""
+def signature(kernel: Any, arguments: tuple, constants: dict[str, Any], tiles: tiling.Tiles) -> tuple[dict, dict, dict]:
+    """Return the types, the constants and the other values of a launch by name."""
     known = {"SPLITS": tiles.splits, **{k: getattr(tiles, k) for k in ("BM", "BN", "BK", "DC", "PREC")}, **constants}
     fixed = {name: known[name] for name in kernel.arg_names if name in known}
     free = [name for name in kernel.arg_names if name not in fixed]
@@ -55,7 +55,8 @@ def signature(kernel: Any, arguments: tuple, constants: dict[str, Any], tiles: t
         name: TYPES[value.dtype] if isinstance(value, Tensor) else kinds[type(value)]
         for name, value in zip(free, arguments, strict=True)
     }
-    return {name: types.get(name, "constexpr") for name in kernel.arg_names}, fixed
+    values = dict(zip(free, arguments, strict=True))
+    return {name: types.get(name, "constexpr") for name in kernel.arg_names}, fixed, values
 
 
 def main(name: str, architectures: list[int]) -> None:
@@ -65,9 +66,11 @@ def main(name: str, architectures: list[int]) -> None:
     cases += [(32768, torch.float32, 100, False)]
     for rows, dtype, arch, reference_set in cases:
         for kernel, tiles, arguments, constants in launches(name, rows, dtype, reference_set):
-            types, fixed = signature(kernel, arguments, constants, tiles)
+            types, fixed, known = signature(kernel, arguments, constants, tiles)
             places = {(kernel.arg_names.index(key),): value for key, value in fixed.items()}
-            aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
+            even = {name for name, value in types.items() if value.startswith("*")}
+            even |= {name for name, value in known.items() if isinstance(value, int) and value % 16 == 0}
+            aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in even}
             source = triton.compiler.ASTSource(fn=kernel, signature=types, constexprs=places, attrs=aligned)
             options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
             compiled: Any = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -359,3 +359,23 @@ def test_memory_beyond_the_rows(name: str, n: int, dtype: torch.dtype) -> None:
     partial = t.blocks(n, 128) * t.splits * t.BM * (t.DC + 1) * 4 if t.splits > 1 else 0
     rows_and_proxies = n + (others if name == PROXY else 0)
     assert 4 * size.stats + 8 * size.work + partial <= 64 * rows_and_proxies + 16 * 2**20
+
+
+def test_labels_may_be_a_view() -> None:
+    """Every other label of a longer list is what its copy is."""
+    emb, labels = rows("trained", 24, 16, torch.float32)
+    wide = torch.stack([labels, labels + 100], 1)
+    assert torch.equal(ContrastiveLoss()(emb, wide[:, 0]), ContrastiveLoss()(emb, labels))
+
+
+def test_steep_proxies_of_a_batch_of_one_class() -> None:
+    """alpha = 100 with one class and columns that fill no tile: everything stays finite and right."""
+    emb, _ = rows("trained", 10, 16, torch.float32)
+    labels = torch.zeros(10, dtype=torch.int64, device=DEVICE)
+    loss = ProxyAnchorLoss(3, 16, alpha=100).to(DEVICE)
+    value = loss(emb, labels)
+    (grad,) = torch.autograd.grad(value, loss.proxies)
+    wide = loss.proxies.detach().double().requires_grad_()
+    exact = importlib.import_module("pmlkit.losses.proxy_anchor").reference(emb.double(), labels, wide, alpha=100)
+    (want,) = torch.autograd.grad(exact, wide)
+    assert float((grad.double() - want).norm() / want.norm()) <= 5e-6

@@ -31,9 +31,11 @@ from pmlkit.losses.tiles import (
     differences,
     finish_rows,
     load_rows,
+    poison_of,
     row_stats,
     total,
     unit,
+    unit_column,
 )
 from pmlkit.losses.tiling import launch, tiles
 
@@ -78,7 +80,7 @@ def _forward_kernel(
     x_ptr, label_ptr, x_stats, z_ptr, z_label_ptr, z_stats, sums_ptr, scale_ptr, counter_ptr, loss_ptr,
     N, M, D, pos_margin, neg_margin,
     SELF: tl.constexpr, NEAR: tl.constexpr, SPLITS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr, BP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Sum what positives and negatives contribute, and count them. The last program divides. Reads N·M/BM rows."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -116,9 +118,7 @@ def _forward_kernel(
         pushes += tl.sum(push.to(tl.int32), 1)
     poison = inv_x * 0.0  # NaN for a row with NaN or Inf: it makes the loss and every gradient NaN
     if SELF == 0:
-        poison += tl.sum(
-            tl.load(z_stats + program * BP + tl.arange(0, BP), mask=program * BP + tl.arange(0, BP) < M, other=0.0) * 0.0, 0
-        )
+        poison += poison_of(z_stats, M, program, programs)
     tl.store(sums_ptr + program, tl.sum((pulled + poison).to(tl.float64), 0))
     tl.store(sums_ptr + programs + program, tl.sum(pushed.to(tl.float64), 0))
     tl.store(sums_ptr + 2 * programs + program, tl.sum(pulls.to(tl.float64), 0))
@@ -173,7 +173,7 @@ def _backward_kernel(
                 _weights(tl.broadcast_to(exact[:, None], [BM, BN]), here, same, pos_margin, neg_margin, per_pull, per_push), 1
             )
             d = at_d + tl.arange(0, DC)
-            z = tl.load(z_ptr + (first + at).to(tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32) * inv_c
+            z = unit_column(z_ptr, first + at, inv_c, d, D)
             sums += alone[:, None] * (z[None, :] - unit(load_rows(x_ptr, rows, N, D, at_d, DC), inv_x))
             along += alone * along_c
             near &= columns[None, :] != first + at
@@ -231,7 +231,6 @@ def _forward(batch: Batch, loss: Tensor) -> None:
     launch(
         _forward_kernel, programs, t, *x.arguments, *z.arguments, batch.work, scale, counters.view(torch.int32), loss,
         x.count, z.count, x.width, *batch.settings[:2], SELF=batch.self_mode, NEAR=_NEAR[x.dtype],
-        BP=1 if batch.self_mode else triton.next_power_of_2(triton.cdiv(z.count, programs)),
     )  # fmt: skip
 
 

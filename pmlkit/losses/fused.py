@@ -6,6 +6,7 @@ backward together, for autograd in eager mode and as registered operators under 
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +102,12 @@ def kernels(name: str) -> Kernels:
 
 
 def fusable(emb_ND: Tensor, ref_emb_MD: Tensor | None = None) -> bool:
-    """Return whether the kernels take these rows; others, such as float64 or rows of a processor, go to the reference."""
+    """Return whether the kernels take these rows; others, such as float64 or rows of a processor, go to the reference.
+
+    Raises PmlkitError for rows on two devices.
+    """
+    if ref_emb_MD is not None and ref_emb_MD.device != emb_ND.device:
+        raise PmlkitError(f"ref_emb is on {ref_emb_MD.device}, embeddings on {emb_ND.device}: move one to the other")
     rows = [emb_ND] if ref_emb_MD is None else [emb_ND, ref_emb_MD]
     small = all(0 < r.shape[1] <= _MOST_WIDTH and 0 < len(r) <= _MOST_ROWS for r in rows)
     return small and all(r.dtype in _DTYPES and (r.is_cuda or INTERPRETED) for r in rows)
@@ -150,8 +156,15 @@ def _forward(
     name: str, emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None, settings: list[float]
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss, stats, work = _allocate(name, emb, ref)
-    _KERNELS[name].forward(_batch(emb, labels, ref, ref_labels, stats, work, settings), loss)
+    with _device_of(emb):
+        _KERNELS[name].forward(_batch(emb, labels, ref, ref_labels, stats, work, settings), loss)
     return loss, stats, work
+
+
+def _device_of(emb: Tensor) -> AbstractContextManager[Any]:
+    """Make the rows' device the current one, which is where Triton launches; nothing where it is."""
+    elsewhere = emb.is_cuda and emb.device.index != torch.cuda.current_device()
+    return torch.cuda.device(emb.device) if elsewhere else nullcontext()
 
 
 def _batch(
@@ -194,8 +207,10 @@ def _op_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     work = work.clone()  # its counters move, and an operator must not change what it is given
     kernels, batch = _KERNELS[name], _batch(emb, labels, ref, ref_labels, stats, work, settings)
-    grad_emb = kernels.backward(batch, grad, batch.rows, batch.others)
-    return grad_emb, emb.new_empty(0) if ref is None else kernels.backward(batch, grad, batch.others, batch.rows)
+    with _device_of(emb):  # in eager mode autograd itself sets the device of a backward pass
+        grad_emb = kernels.backward(batch, grad, batch.rows, batch.others)
+        grad_ref = emb.new_empty(0) if ref is None else kernels.backward(batch, grad, batch.others, batch.rows)
+    return grad_emb, grad_ref
 
 
 @_op_backward.register_fake

@@ -78,4 +78,4 @@ def _labels(what: str, rows: Tensor, labels: Tensor) -> Tensor:
         raise PmlkitError(f"{what}: need one label a row, got labels {tuple(labels.shape)} for rows {tuple(rows.shape)}")
     if labels.is_floating_point() or labels.is_complex():
         raise PmlkitError(f"{what}: labels must be integers, got {labels.dtype}: convert them with .long()")
-    return labels.to(device=rows.device, dtype=torch.int64)
+    return labels.to(device=rows.device, dtype=torch.int64).contiguous()

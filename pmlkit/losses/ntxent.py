@@ -28,7 +28,7 @@ from torch.nn.functional import logsigmoid
 from pmlkit.losses.fused import Batch, Buffers, Kernels, Side, register
 from pmlkit.losses.module import FusedLoss
 from pmlkit.losses.rows import reference_set, tied, unit_rows
-from pmlkit.losses.tiles import add_weighted, arrive, cosines, finish_rows, row_stats, total
+from pmlkit.losses.tiles import add_weighted, arrive, cosines, finish_rows, poison_of, row_stats, total
 from pmlkit.losses.tiling import Tiles, launch, tiles
 
 
@@ -112,7 +112,7 @@ def _forward_kernel(
     x_ptr, label_ptr, x_stats, z_ptr, z_label_ptr, z_stats, sums_ptr, partial_ptr, scale_ptr, counter_ptr, loss_ptr,
     N, M, D, slope,
     SELF: tl.constexpr, SPLITS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr, BP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Sum the terms of the positives, count them, and write T_i / mass. The last program divides. Reads to N·M/BM rows."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -141,8 +141,7 @@ def _forward_kernel(
             count += here
     poison = inv_x * 0.0  # NaN for a row with NaN or Inf: it makes the loss and every gradient NaN
     if SELF == 0:
-        others = program * BP + tl.arange(0, BP)
-        poison += tl.sum(tl.load(z_stats + others, mask=others < M, other=0.0) * 0.0, 0)
+        poison += poison_of(z_stats, M, program, programs)
     tl.store(sums_ptr + program, tl.sum((terms + poison).to(tl.float64), 0))
     tl.store(sums_ptr + programs + program, tl.sum(count.to(tl.float64), 0))
     mine = rows < N
@@ -253,7 +252,7 @@ def _forward(batch: Batch, loss: Tensor) -> None:
     launch(_against_kernel, programs, t, *sides, partial, counters[2:], *sizes)
     launch(
         _forward_kernel, programs, t, *sides, batch.work, partial, scale, counters, loss, *sizes,
-        SELF=batch.self_mode, BP=triton.next_power_of_2(triton.cdiv(z.count, programs)),
+        SELF=batch.self_mode,
     )  # fmt: skip
 
 

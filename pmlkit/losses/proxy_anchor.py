@@ -124,7 +124,7 @@ def _forward_kernel(
         if arrive(counter_ptr, blocks):
             pulls, pushes = total(sums_ptr, blocks), total(sums_ptr + blocks, blocks)
             per_pull = 1.0 / tl.maximum(total(sums_ptr + 2 * blocks, blocks), 1.0) + pushes * 0.0
-            per_push = 1.0 / C.to(tl.float64) + pushes * 0.0
+            per_push = 1.0 / tl.cast(C, tl.float64) + pushes * 0.0
             tl.store(scale_ptr, per_pull * alpha)
             tl.store(scale_ptr + 1, per_push * alpha)
             tl.store(loss_ptr, (pulls * per_pull + pushes * per_push).to(tl.float32))
@@ -189,6 +189,8 @@ def _backward_kernel(
             top_pull = tl.load(factor_ptr + 2 * C + classes, mask=classes < C, other=0.0)
             power -= tl.where(own, top_pull, tl.load(factor_ptr + 3 * C + classes, mask=classes < C, other=0.0))
         weight = tl.where(own, pull, push) * tl.exp2(power)
+        if SHIFT:  # columns that are not there have a power of up to +146, and infinity times 0 is NaN
+            weight = tl.where((columns < M)[None, :] & (tl.where(own, pull, push) != 0), weight, 0.0)
         sums, along = _add(sums, along, weight, tile, x_ptr, z_ptr, columns, M, inv_z, D, at_d, DC, PREC)
     finish_rows(
         sums, along, x_ptr, rows, N, inv_x, D, at_d, block, split, chunk, per_push * 0.0,

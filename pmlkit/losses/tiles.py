@@ -63,6 +63,17 @@ def _power_of_two(inv):
 
 
 @triton.jit
+def unit_column(z_ptr, column, inv_c, at, D):
+    """Return columns `at` of one unit row, rounded as `unit` rounds.
+
+    Both products end in a selection: a bare one would be fused with the subtraction that follows on one side only, and
+    equal rows would be 1e-8 apart.
+    """
+    z = tl.load(z_ptr + column.to(tl.int64) * D + at, mask=at < D, other=0.0).to(tl.float32) * inv_c
+    return tl.where(inv_c == inv_c, z, 0.0)
+
+
+@triton.jit
 def differences(x_ptr, rows, N, inv_x, z_ptr, column, inv_c, D, BM: tl.constexpr):
     """Return |z_c - y_i|² and <y_i, z_c - y_i> of every row with one column, from differences.
 
@@ -72,7 +83,7 @@ def differences(x_ptr, rows, N, inv_x, z_ptr, column, inv_c, D, BM: tl.constexpr
     squares, along = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     for k in range(0, D, 32):  # few at once: this path is rare and must not take registers from the common one
         at = k + tl.arange(0, 32)
-        z = tl.load(z_ptr + column.to(tl.int64) * D + at, mask=at < D, other=0.0).to(tl.float32) * inv_c
+        z = unit_column(z_ptr, column, inv_c, at, D)
         y = unit(load_rows(x_ptr, rows, N, D, k, 32), inv_x)
         apart = z[None, :] - y
         squares += tl.sum(apart * apart, 1)
@@ -108,18 +119,29 @@ def row_stats_kernel(x_ptr, stats_ptr, zero_ptr, zeros, N, D, BM: tl.constexpr, 
         x = load_rows(x_ptr, rows, N, D, k, BK).to(tl.float32)
         top = tl.maximum(top, tl.max(tl.abs(x), 1))
         poison += tl.sum(x * 0.0, 1)
-    scale = tl.where(top > 0, top, 1.0)
+    scale = tl.where(top > 1e-30, tl.exp2(tl.floor(tl.log2(top))), 1.0)  # a power of two: nothing is rounded by it
     squares = tl.zeros([BM], tl.float32)
     for k in range(0, D, BK):
-        x = load_rows(x_ptr, rows, N, D, k, BK).to(tl.float32) / scale[:, None]
+        x = load_rows(x_ptr, rows, N, D, k, BK).to(tl.float32) * (1.0 / scale)[:, None]
         squares += tl.sum(x * x, 1)
-    length = scale * tl.sqrt(squares) + poison
-    inv = tl.where(length == length, 1.0 / tl.maximum(length, 1e-12), length)
+    length = scale * tl.sqrt_rn(squares) + poison
+    # Rounded exactly, since every cosine hangs on it; and a short row must be told from others by equality.
+    inv = tl.where(length < 1e-12, 1e12, tl.div_rn(1.0, tl.where(length < 1e-12, 1.0, length)))
     tl.store(stats_ptr + rows, inv, mask=rows < N)
     short = length * 1e12
     tl.store(stats_ptr + N + rows, tl.where(length < 1e-12, short * short, 1.0), mask=rows < N)
     words = tl.program_id(0) * BZ + tl.arange(0, BZ)
     tl.store(zero_ptr + words, tl.zeros([BZ], tl.int32), mask=words < zeros)
+
+
+@triton.jit
+def poison_of(stats_ptr, count, program, programs):
+    """Return 0, or NaN if this program's share of `count` rows has one with NaN or Inf. All programs see all rows."""
+    found = tl.zeros([512], tl.float32)
+    for first in range(program * 512, count, programs * 512):
+        at = first + tl.arange(0, 512)
+        found += tl.load(stats_ptr + at, mask=at < count, other=0.0) * 0.0
+    return tl.sum(found, 0)
 
 
 @triton.jit
