@@ -15,12 +15,12 @@ from torch import Tensor
 from pmlkit import paths
 from pmlkit.errors import PmlkitError
 from pmlkit.losses import batch_hard_triplet, fused
-from pmlkit.losses.batch_hard_triplet import BatchHardTripletLoss
-from pmlkit.losses.contrastive import ContrastiveLoss
+from pmlkit.losses.batch_hard_triplet import BatchHardTripletLoss, batch_hard_triplet_loss
+from pmlkit.losses.contrastive import ContrastiveLoss, contrastive_loss
 from pmlkit.losses.fused import fusable
 from pmlkit.losses.module import FusedLoss
-from pmlkit.losses.ntxent import NTXentLoss
-from pmlkit.losses.proxy_anchor import ProxyAnchorLoss
+from pmlkit.losses.ntxent import NTXentLoss, ntxent_loss
+from pmlkit.losses.proxy_anchor import ProxyAnchorLoss, proxy_anchor_loss
 from pmlkit.losses.tiling import tiles
 
 # The interpreter's arithmetic is numpy's, which warns where a GPU returns NaN or Inf.
@@ -379,3 +379,20 @@ def test_steep_proxies_of_a_batch_of_one_class() -> None:
     exact = importlib.import_module("pmlkit.losses.proxy_anchor").reference(emb.double(), labels, wide, alpha=100)
     (want,) = torch.autograd.grad(exact, wide)
     assert float((grad.double() - want).norm() / want.norm()) <= 5e-6
+
+
+def test_functions_are_their_modules() -> None:
+    """Without a module, the same numbers, settings included."""
+    emb, labels = rows("trained", 24, 16, torch.float32)
+    proxies = torch.randn(CLASSES, 16, device=DEVICE)
+    module_of = ProxyAnchorLoss(CLASSES, 16, margin=0.2, alpha=16).to(DEVICE)
+    with torch.no_grad():
+        module_of.proxies.copy_(proxies)
+    for got, want in (
+        (contrastive_loss(emb, labels, pos_margin=0.1, neg_margin=0.9), ContrastiveLoss(0.1, 0.9)(emb, labels)),
+        (batch_hard_triplet_loss(emb, labels, margin=0.3), BatchHardTripletLoss(0.3)(emb, labels)),
+        (ntxent_loss(emb, labels, temperature=0.2), NTXentLoss(0.2)(emb, labels)),
+        (proxy_anchor_loss(emb, labels, proxies, margin=0.2, alpha=16), module_of(emb, labels)),
+    ):
+        assert torch.equal(got, want)
+        assert float(got) > 0

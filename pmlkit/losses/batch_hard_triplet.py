@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pmlkit.losses.fused import Batch, Buffers, Kernels, Side, register
-from pmlkit.losses.module import FusedLoss
+from pmlkit.losses.module import FusedLoss, evaluate
 from pmlkit.losses.rows import reference_set, root, squared_distances, tied, unit_rows
 from pmlkit.losses.tiles import arrive, cosines, finish_rows, load_rows, row_stats, total, unit
 from pmlkit.losses.tiling import Tiles, launch, tiles
@@ -344,6 +344,14 @@ def mined(loss: Tensor) -> Triplets:
     positive_N, negative_N = stats[2 * rows : 4 * rows].view(2, rows).long()
     anchors_T = (positive_N >= 0).nonzero()[:, 0]
     return anchors_T, positive_N[anchors_T], negative_N[anchors_T]
+
+
+def batch_hard_triplet_loss(
+    embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None,
+    *, margin: float = 0.05, tf32: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return what `BatchHardTripletLoss` with these settings returns, without a module."""
+    return evaluate("batch_hard_triplet", {"margin": margin}, tf32, embeddings, labels, ref_emb, ref_labels)
 
 
 class BatchHardTripletLoss(FusedLoss):

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pmlkit.losses.fused import Batch, Buffers, Kernels, Side, register
-from pmlkit.losses.module import FusedLoss
+from pmlkit.losses.module import FusedLoss, evaluate
 from pmlkit.losses.rows import reference_set, root, squared_distances, tied, unit_rows
 from pmlkit.losses.tiles import (
     add_weighted,
@@ -249,6 +249,16 @@ def _backward(batch: Batch, grad: Tensor, x: Side, z: Side) -> Tensor:
 
 
 register("contrastive", Kernels(_buffers, _forward, _backward))
+
+
+def contrastive_loss(
+    embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None,
+    *, pos_margin: float = 0.0, neg_margin: float = 1.0, tf32: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return what `ContrastiveLoss` with these settings returns, without a module."""
+    return evaluate(
+        "contrastive", {"pos_margin": pos_margin, "neg_margin": neg_margin}, tf32, embeddings, labels, ref_emb, ref_labels
+    )
 
 
 class ContrastiveLoss(FusedLoss):

@@ -49,12 +49,19 @@ class FusedLoss(torch.nn.Module):
     ) -> Tensor:
         """Return the loss: by the kernels where they take the rows, else by the plain reference."""
         self.refuse_tuple(indices_tuple)
-        own, others = check_rows(embeddings, labels, ref_emb, ref_labels)
-        if fusable(embeddings, ref_emb):
-            settings = [*self.settings.values(), float(self.tf32)]
-            return fused_loss(self.name, embeddings, own, ref_emb, others, settings)
-        reference: Callable[..., Tensor] = import_module(f"pmlkit.losses.{self.name}").reference
-        return reference(embeddings, own, ref_emb_MD=ref_emb, ref_labels_M=others, **self.settings)
+        return evaluate(self.name, self.settings, self.tf32, embeddings, labels, ref_emb, ref_labels)
+
+
+def evaluate(
+    name: str, settings: dict[str, float], tf32: bool,
+    emb_ND: Tensor, labels_N: Tensor, ref_emb_MD: Tensor | None, ref_labels_M: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return a pairwise loss: by the kernels where they take the rows, else by the plain reference."""
+    labels, ref_labels = check_rows(emb_ND, labels_N, ref_emb_MD, ref_labels_M)
+    if fusable(emb_ND, ref_emb_MD):
+        return fused_loss(name, emb_ND, labels, ref_emb_MD, ref_labels, [*settings.values(), float(tf32)])
+    reference: Callable[..., Tensor] = import_module(f"pmlkit.losses.{name}").reference
+    return reference(emb_ND, labels, ref_emb_MD=ref_emb_MD, ref_labels_M=ref_labels, **settings)
 
 
 def check_rows(

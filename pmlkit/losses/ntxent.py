@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from pmlkit.losses.fused import Batch, Buffers, Kernels, Side, register
-from pmlkit.losses.module import FusedLoss
+from pmlkit.losses.module import FusedLoss, evaluate
 from pmlkit.losses.rows import reference_set, tied, unit_rows
 from pmlkit.losses.tiles import add_weighted, arrive, cosines, finish_rows, poison_of, row_stats, total
 from pmlkit.losses.tiling import Tiles, launch, tiles
@@ -271,6 +271,14 @@ def _backward(batch: Batch, grad: Tensor, x: Side, z: Side) -> Tensor:
 
 
 register("ntxent", Kernels(_buffers, _forward, _backward))
+
+
+def ntxent_loss(
+    embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None,
+    *, temperature: float = 0.07, tf32: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return what `NTXentLoss` with these settings returns, without a module."""
+    return evaluate("ntxent", {"temperature": temperature}, tf32, embeddings, labels, ref_emb, ref_labels)
 
 
 class NTXentLoss(FusedLoss):

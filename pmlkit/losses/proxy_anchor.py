@@ -304,6 +304,21 @@ def _backward(batch: Batch, grad: Tensor, x: Side, z: Side) -> Tensor:
 register("proxy_anchor", Kernels(_buffers, _forward, _backward, mixed=True))
 
 
+def proxy_anchor_loss(
+    embeddings: Tensor, labels: Tensor, proxies: Tensor, *, margin: float = 0.1, alpha: float = 32, tf32: bool = False
+) -> Tensor:
+    """Return what `ProxyAnchorLoss` with these settings and proxies [C, D] returns, without a module."""
+    labels, _ = check_rows(embeddings, labels, None, None)
+    if embeddings.shape[1] != proxies.shape[1] or embeddings.device != proxies.device:
+        raise PmlkitError(
+            f"proxies {tuple(proxies.shape)} on {proxies.device} do not fit embeddings "
+            f"{tuple(embeddings.shape)} on {embeddings.device}: same width and device needed"
+        )
+    if fusable(embeddings, proxies):
+        return fused_loss("proxy_anchor", embeddings, labels, proxies, None, [float(margin), float(alpha), float(tf32)])
+    return reference(embeddings, labels, proxies, margin=margin, alpha=alpha)
+
+
 class ProxyAnchorLoss(FusedLoss):
     """Proxy Anchor loss as ProxyAnchorLoss of pytorch-metric-learning, fused: memory O(N + C), no host synchronisation.
 
@@ -347,13 +362,4 @@ class ProxyAnchorLoss(FusedLoss):
         self.refuse_tuple(indices_tuple)
         if ref_emb is not None or ref_labels is not None:
             raise PmlkitError(f"no ref_emb: pytorch_metric_learning.{self.equivalent} too compares rows with its proxies only")
-        labels, _ = check_rows(embeddings, labels, None, None)
-        if embeddings.shape[1] != self.proxies.shape[1] or embeddings.device != self.proxies.device:
-            raise PmlkitError(
-                f"proxies {tuple(self.proxies.shape)} on {self.proxies.device} do not fit embeddings "
-                f"{tuple(embeddings.shape)} on {embeddings.device}: same width and device needed"
-            )
-        if fusable(embeddings, self.proxies):
-            settings = [*self.settings.values(), float(self.tf32)]
-            return fused_loss(self.name, embeddings, labels, self.proxies, None, settings)
-        return reference(embeddings, labels, self.proxies, **self.settings)
+        return proxy_anchor_loss(embeddings, labels, self.proxies, **self.settings, tf32=self.tf32)
