@@ -175,6 +175,11 @@ def test_rotating_inputs_take_turns() -> None:
     assert torch.equal(first, inputs[1].emb_ND.grad)  # type: ignore[arg-type]
     samples = time_phases(bound, 3, 2, WallClock())
     assert set(samples) == {"pair", "forward", "backward"}
+    bound.poison()
+    bound.pair()
+    assert sum(bool(one.emb_ND.grad.isnan().any()) for one in inputs) == 2  # type: ignore[union-attr]
+    bound.pair_of_each()
+    assert all(bool(torch.isfinite(one.emb_ND.grad).all()) for one in inputs)  # type: ignore[arg-type]
 
 
 def test_a_reset_before_each_iteration_is_not_timed() -> None:

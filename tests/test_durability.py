@@ -147,6 +147,26 @@ def test_an_interrupt_lets_the_process_in_flight_finish(tmp_path: Path, monkeypa
     assert read_sittings(folder)[-1].ended_by in ("narrow", "most")
 
 
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_groups_that_only_import_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    """However many cases import ahead, Ctrl-C ends the run after the case in flight, and resuming measures them."""
+    plan = msgspec.structs.replace(PLAN, protocol=msgspec.structs.replace(PLAN.protocol, ahead=ahead))
+    seen: list[Record] = []
+
+    def interrupt(self, record: Record) -> None:
+        seen.append(record)
+        if len(seen) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(runner.Progress, "update", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_campaign(plan)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert len(records(folder)) == 2
+    runner.run_campaign(plan, resume=str(folder))
+    assert len(records(folder)) == len({record.key for record in records(folder)}) == 8
+
+
 def test_a_second_interrupt_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever presses twice does not wait; whole records stay and no worker is left behind."""
 

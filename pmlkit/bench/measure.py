@@ -36,6 +36,8 @@ def measure(job: Job, bind: Callable[[Case, LossInputs], Bound]) -> Outcome:
         outcome.check = check
         bound = _rotating(job, bind, first, inputs) if job.protocol.cache == "rotating" else first
         _time(job, bound, outcome)
+        if isinstance(bound, Rotating):
+            bound.pair_of_each()
         after = check_answer(job.case, inputs, first)
         if not all(leaf.grad is not None and bool(torch.isfinite(leaf.grad).all()) for leaf in bound.leaves):
             after.rms_rel = None

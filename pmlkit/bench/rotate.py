@@ -35,6 +35,11 @@ class Rotating(Bound):
         """Run one pair of the next in turn."""
         return self.turn().pair()
 
+    def pair_of_each(self) -> None:
+        """Run one pair of every set: timing alone may end before all have had a turn."""
+        for _ in self.bounds:
+            self.pair()
+
 
 def sets_beyond_cache(bytes_each: int) -> int:
     """Return how many sets of this size hold five times the second-level cache, and one more."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,7 +33,7 @@ def run_campaign(
     resume: name of an interrupted run of the same campaign; only its missing jobs run, in its own order.
     retry: statuses, such as `error` and `timeout`, whose jobs run once more; their earlier records stay in the file.
     Raises PmlkitError if the folder cannot be made or is in use, or if the run to resume is of another plan or machine,
-    and KeyboardInterrupt after the process in flight has been recorded.
+    and KeyboardInterrupt after the processes of the case in flight have been recorded.
     """
     deadline = time.monotonic() + budget_s if budget_s is not None else float("inf")
     with ExitStack() as stack:
@@ -75,7 +75,7 @@ def sit(run: Run, campaign: Campaign, folder: Path, retry: Collection[str], dead
         for jobs in rounds(campaign, run.seed, records, retry):
             progress.expect(len(jobs))
             begun = len(records)
-            for record in measure(run, groups(campaign, jobs, records, stop), campaign.protocol.ahead):
+            for record in measure(run, groups(campaign, jobs, records, stop), campaign.protocol.ahead, stop):
                 append_line(folder / "records.jsonl", record)
                 records.append(record)
                 if record.arm != SENTINEL:
@@ -147,10 +147,11 @@ def resume_run(campaign: Campaign, folder: Path) -> Run:
     return run
 
 
-def measure(run: Run, groups: Iterable[list[Job]], ahead: int) -> Iterator[Record]:
+def measure(run: Run, groups: Iterable[list[Job]], ahead: int, stop: Callable[[], object]) -> Iterator[Record]:
     """Run groups of jobs. The workers of a group, and of `ahead` later groups, import at the same time; one measures.
 
     Starting is most of a short case's cost, so it is shared between the cores; only one worker ever touches the device.
+    stop: once it is true, groups that have only imported are dropped, all but the sentinel.
     """
     waiting, started = iter(groups), deque[list[Sharers]]()
     try:
@@ -161,10 +162,14 @@ def measure(run: Run, groups: Iterable[list[Job]], ahead: int) -> Iterator[Recor
                     started[-1].append(Sharers(jobs))
             if not started:
                 return
-            for sharers in started[0]:
-                sharers.worker.wait_ready()
-            for sharers in started[0]:
-                yield from sharers.measure(run)
+            if stop() and started[0][0].jobs[0].arm != SENTINEL:
+                for sharers in started[0]:
+                    sharers.worker.close()
+            else:
+                for sharers in started[0]:
+                    sharers.worker.wait_ready()
+                for sharers in started[0]:
+                    yield from sharers.measure(run)
             started.popleft()
     finally:
         for sharers in (sharers for group in started for sharers in group):
