@@ -51,6 +51,17 @@ def test_one_arm(tmp_path: Path) -> None:
     assert "false alarms" not in text
 
 
+def test_failures_of_a_case_and_arm_are_one_row(tmp_path: Path) -> None:
+    """Every process that failed is counted, in one row for each case, arm and end."""
+    name = write(tmp_path / "r", lambda record: record.status != "ok")
+    once = table_failures(load_run(name)).frame
+    for record in load_run(name).records[:3]:
+        append_line(tmp_path / "r" / "records.jsonl", msgspec.structs.replace(record, replicate=9))
+    twice = table_failures(load_run(name)).frame
+    assert once["processes"].tolist() == [1] * 10
+    assert sorted(twice["processes"]) == [1] * 7 + [2] * 3
+
+
 def test_one_replicate(tmp_path: Path) -> None:
     """With one process a case nothing is judged, no drift is claimed."""
     text = show(write(tmp_path / "r", lambda record: record.replicate == 1))

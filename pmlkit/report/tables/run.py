@@ -17,16 +17,15 @@ def table_statuses(data: RunData) -> Table:
 
 
 def table_failures(data: RunData) -> Table:
-    """Return every process that is not ok or has a flag that speaks against it, with its reason.
+    """Return what is not ok or has a flag that speaks against it: processes of one case and arm in a row, and a reason.
 
     That the host or the device sets the pace is no fault; the page on pace says it.
     """
     faults = data.frame["flags"].str.replace(r"(, )?(host|device)_bound", "", regex=True).str.removeprefix(", ")
     bad = data.frame.assign(flags=faults)[(data.frame["status"] != "ok") | (faults != "")]
-    columns = {"order": "order", "case": "case", "label": "arm", "status": "status", "flags": "flags", "reason": "reason"}
-    return Table(
-        bad[list(columns)].rename(columns=columns), "failures", "Processes that are not ok, or flagged", {}, ("status",)
-    )
+    same = bad.groupby(["case", "label", "status", "flags"], sort=False, dropna=False)
+    table = same.agg(processes=("order", "size"), reason=("reason", "first")).reset_index().rename(columns={"label": "arm"})
+    return Table(table, "failures", "Processes that are not ok, or flagged", {}, ("status",))
 
 
 def table_control(data: RunData) -> Table:
