@@ -104,6 +104,7 @@ SUBJECTS = {
             bind="pmlkit.losses.bind_fused:bind_fused",
             ops=LOSSES,
             precisions=("fp32", "bf16", "fp16"),
+            process="fused",
         ),
         Subject(
             key="pmlkit-graph",
@@ -112,6 +113,16 @@ SUBJECTS = {
             bind="pmlkit.losses.bind_fused:bind_fused_graph",
             ops=LOSSES,
             precisions=("fp32", "bf16", "fp16"),
+            process="fused",
+        ),
+        Subject(
+            key="floor",
+            name="autograd-floor",
+            version=__version__,
+            bind="pmlkit.losses.floor:bind_floor",
+            ops=LOSSES,
+            precisions=("fp32", "bf16", "fp16"),
+            process="fused",
         ),
         Subject(
             key="dense",

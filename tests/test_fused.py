@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 
 from pmlkit import paths
+from pmlkit.bench.check import check_answer
+from pmlkit.campaign import loss_case
 from pmlkit.errors import PmlkitError
 from pmlkit.losses import batch_hard_triplet, fused
 from pmlkit.losses.batch_hard_triplet import BatchHardTripletLoss, batch_hard_triplet_loss
+from pmlkit.losses.bind import make_inputs
 from pmlkit.losses.contrastive import ContrastiveLoss, contrastive_loss
+from pmlkit.losses.floor import bind_floor
 from pmlkit.losses.fused import fusable
+from pmlkit.losses.launch import Shape
 from pmlkit.losses.module import FusedLoss
 from pmlkit.losses.ntxent import NTXentLoss, ntxent_loss
 from pmlkit.losses.proxy_anchor import ProxyAnchorLoss, proxy_anchor_loss
@@ -130,6 +135,28 @@ def test_clusters(name: str, kind: str, dtype: torch.dtype) -> None:
     errors = see(name, *rows(kind, 48, 128, dtype)).errors()
     assert errors[0] <= 1e-5
     assert errors[1] <= 2 * LIMITS[dtype] if kind == "tight" else LIMITS[dtype]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.03, 0.028, 0.01])
+@pytest.mark.parametrize("labels", [None, 0], ids=["four a class", "one class"])
+def test_steep_and_flat_softmaxes(temperature: float, labels: int | None) -> None:
+    """Above 0.0289 no exponential can overflow and no maximum is kept; both ways give float64's value and gradient."""
+    emb, classes = rows("trained", 48, 32, torch.float32)
+    classes = classes if labels is None else torch.zeros_like(classes)
+    leaf, wide = emb.clone().requires_grad_(), emb.double().requires_grad_()
+    loss = NTXentLoss(temperature)(leaf, classes)
+    exact = importlib.import_module("pmlkit.losses.ntxent").reference(wide, classes, temperature=temperature)
+    (grad,), (want,) = torch.autograd.grad(loss, leaf), torch.autograd.grad(exact, wide)
+    assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=2e-6)
+    assert float((grad.double() - want).norm()) <= 5e-6 * float(want.norm())
+
+
+def test_the_floor_is_right() -> None:
+    """The subject that costs as little as any fused loss can gives the first number of the rows and its gradient."""
+    case = loss_case("contrastive", 48, "fp32")
+    check = check_answer(case, inputs := make_inputs(case, DEVICE), bind_floor(case, inputs))
+    assert check.rms_rel == 0
+    assert check.reference == "its own value in float64"
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -305,8 +332,7 @@ def test_tiles_are_sensible(n: int, width: int, dtype: torch.dtype) -> None:
     assert all(size & (size - 1) == 0 for size in (t.BM, t.BN, t.BK, t.DC, t.splits))
     assert min(t.BM, t.BN, t.BK, t.DC) >= 16
     assert t.splits == 1 or t.splits * t.BN <= 2 * n
-    partial = t.blocks(n, width) * t.splits * t.BM * (t.DC + 1) * 4 if t.splits > 1 else 0
-    assert partial <= 64 * n + 16 * 2**20
+    assert 4 * t.partial(n, width) <= 64 * n + 16 * 2**20
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -354,11 +380,11 @@ def test_tf32_is_a_choice() -> None:
 def test_memory_beyond_the_rows(name: str, n: int, dtype: torch.dtype) -> None:
     """What a call keeps, and what its programs hand each other, is at most 64 bytes a row or proxy and 16 MiB."""
     others = 1024 if name == PROXY else n
-    size = fused.kernels(name).buffers(n, others, 128, dtype, name == PROXY)
-    t = tiles(n, others, 128, dtype)
-    partial = t.blocks(n, 128) * t.splits * t.BM * (t.DC + 1) * 4 if t.splits > 1 else 0
-    rows_and_proxies = n + (others if name == PROXY else 0)
-    assert 4 * size.stats + 8 * size.work + partial <= 64 * rows_and_proxies + 16 * 2**20
+    other_type, settings = (
+        (torch.float32, (0.1, 32.0)) if name == PROXY else (dtype, (0.05, 1.0)[: 1 + (name == "contrastive")])
+    )
+    plan = fused.plan_of(name, Shape(n, others, 128, dtype, other_type, name == PROXY, settings))
+    assert 8 * plan.room <= 64 * (n + others * (name == PROXY)) + 16 * 2**20
 
 
 def test_labels_may_be_a_view() -> None:

@@ -23,11 +23,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pmlkit.losses.fused import Batch, Buffers, Kernels, Side, register
+from pmlkit.losses.fused import register
+from pmlkit.losses.launch import Backward, Launch, Plan, Room, Shape
 from pmlkit.losses.module import FusedLoss, evaluate
 from pmlkit.losses.rows import reference_set, root, squared_distances, tied, unit_rows
-from pmlkit.losses.tiles import arrive, cosines, finish_rows, load_rows, row_stats, total, unit
-from pmlkit.losses.tiling import Tiles, launch, tiles
+from pmlkit.losses.tiles import (
+    FAR,
+    any_of,
+    arrive,
+    cosines,
+    counters,
+    edge,
+    finish_rows,
+    floats,
+    halves_equal,
+    load_rows,
+    ready_rows,
+    row_stats,
+    total,
+    unit,
+)
+from pmlkit.losses.tiling import Tiles, tiles
 
 Triplets = tuple[Tensor, Tensor, Tensor]
 
@@ -103,39 +119,56 @@ _STATS = 8  # numbers a row: two of row_stats and the six that _judge writes
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, label_ptr, x_stats, z_ptr, z_label_ptr, z_stats, keys_ptr, sums_ptr, scale_ptr, counter_ptr, loss_ptr,
-    N, M, D, margin,
-    SELF: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+    x_ptr, label_ptr, z_ptr, z_label_ptr, room_ptr, loss_ptr,
+    N, M, D, at_x, at_z, at_sums, at_scale, at_keys, at_counters, margin,
+    SELF: tl.constexpr, SPLITS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Mine, then judge the triplets of a row block in the last program that shares it. Reads N·M/BM rows.
 
-    A key is (rank of the distance << 32) | rank of the column: its maximum is the first of the equal best columns. A
-    distance that is not negative is ordered as its bits are. Negative: no column.
+    Programs hand each other keys, (rank of the distance << 32) | rank of the column: the largest is the first of the equal
+    best columns. A distance that is not negative is ordered as its bits are. Negative: no column.
     """
+    x_stats, z_stats, counter_ptr = floats(room_ptr, at_x), floats(room_ptr, at_z), counters(room_ptr, at_counters)
+    sums_ptr, scale_ptr, keys_ptr = room_ptr + at_sums, room_ptr + at_scale, (room_ptr + at_keys).to(tl.pointer_type(tl.int64))
     split, block = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     inside = tl.arange(0, BM)
     rows = block * BM + inside
     inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
     sq_x = tl.load(x_stats + N + rows, mask=rows < N, other=1.0)
     label = tl.load(label_ptr + rows, mask=rows < N, other=0)
-    farthest, nearest = tl.full([BM], -1, tl.int64), tl.full([BM], -1, tl.int64)
+    high, low = tl.full([BM], -1.0, tl.float32), tl.full([BM], FAR, tl.float32)
+    at_high, at_low = tl.zeros([BM], tl.int32), tl.zeros([BM], tl.int32)
+    x = ready_rows(x_ptr, rows, N, inv_x, D, 0, BK)
     share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
     for first in range(split * share, tl.minimum(split * share + share, M), BN):
         columns = first + tl.arange(0, BN)
         inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
         sq_z = tl.load(z_stats + M + columns, mask=columns < M, other=1.0)
-        same = label[:, None] == tl.load(z_label_ptr + columns, mask=columns < M, other=0)[None, :]
-        wanted = (rows < N)[:, None] & (columns < M)[None, :]
-        if SELF:
-            wanted &= rows[:, None] != columns[None, :]
-        tile = cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
-        squares = sq_x[:, None] + sq_z[None, :] - 2 * tile
-        rank = tl.where(squares > 0, squares, 0.0).to(tl.int32, bitcast=True)  # NaN has no order: 0, like copies
-        order = (0x7FFFFFFF - columns).to(tl.int64)[None, :]
-        far = tl.where(wanted & same, rank, -1)
-        near = tl.where(wanted & (same == 0), 0x7FFFFFFF - rank, -1)
-        farthest = tl.maximum(farthest, tl.max((far.to(tl.int64) << 32) | order, 1))
-        nearest = tl.maximum(nearest, tl.max((near.to(tl.int64) << 32) | order, 1))
+        label_z = tl.load(z_label_ptr + columns, mask=columns < M, other=0)
+        z = load_rows(z_ptr, columns, M, D, 0, BK)
+        tile = cosines(x, x_ptr, rows, N, inv_x, -2.0, z, z_ptr, columns, M, inv_z, D, BM, BN, BK, ONE, PREC)
+        squares = tl.maximum(tile + sq_z[None, :] + sq_x[:, None], 0.0)  # NaN has no order: 0, like copies
+        if edge(block * BM, first, N, M, SELF, BM, BN):
+            wanted = (rows < N)[:, None] & (columns < M)[None, :]
+            if SELF:
+                wanted &= rows[:, None] != columns[None, :]
+            squares = tl.where(wanted, squares, FAR)
+        if any_of(halves_equal(label, label_z)):  # most tiles of a large batch have no positive
+            same = label[:, None] == label_z[None, :]
+            held = tl.where(same & (squares < FAR), squares, -1.0)
+            best = tl.max(held, 1)
+            at = tl.min(tl.where(held == best[:, None], columns[None, :], 0x7FFFFFFF), 1)
+            at_high = tl.where(best > high, at, at_high)
+            high = tl.maximum(best, high)
+            squares = tl.where(same, FAR, squares)
+        best = tl.min(squares, 1)
+        at = tl.min(tl.where(squares == best[:, None], columns[None, :], 0x7FFFFFFF), 1)
+        at_low = tl.where(best < low, at, at_low)
+        low = tl.minimum(best, low)
+    far_rank, near_rank = high.to(tl.int32, bitcast=True), 0x7FFFFFFF - low.to(tl.int32, bitcast=True)
+    farthest = tl.where(high >= 0, (far_rank.to(tl.int64) << 32) | (0x7FFFFFFF - at_high).to(tl.int64), -1)
+    nearest = tl.where(low < FAR, (near_rank.to(tl.int64) << 32) | (0x7FFFFFFF - at_low).to(tl.int64), -1)
     blocks = tl.num_programs(0) // SPLITS
     if SPLITS > 1:
         place = keys_ptr + block * SPLITS * 2 * BM + inside
@@ -225,7 +258,8 @@ def _add_own(sums, along, x_ptr, rows, N, inv_x, x_stats, push: tl.constexpr, z_
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr, x_ptr, x_stats, z_ptr, z_stats, scale_ptr, counter_ptr, partial_ptr, out_ptr, N, M, D,
+    grad_ptr, x_ptr, label_ptr, z_ptr, z_label_ptr, room_ptr, out_ptr,
+    N, M, D, at_x, at_z, at_scale, at_counters, at_partial,
     ANCHORS: tl.constexpr, TARGETS: tl.constexpr, NEAR: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DC: tl.constexpr,
 ):  # fmt: skip
@@ -234,6 +268,7 @@ def _backward_kernel(
     Every program looks through the p and n of its share of anchors for its own rows: no atomics, no sort. Reads 6·M
     numbers a block, and the rows of anchors that have a target in it.
     """
+    x_stats, z_stats, scale_ptr = floats(room_ptr, at_x), floats(room_ptr, at_z), room_ptr + at_scale
     chunk, split = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS % SPLITS
     block = tl.program_id(0) // (CHUNKS * SPLITS)
     rows = block * BM + tl.arange(0, BM)
@@ -281,67 +316,44 @@ def _backward_kernel(
         sums -= drawn[:, None] * unit(load_rows(x_ptr, rows, N, D, at_d, DC), inv_x)
     finish_rows(
         sums * scale, along * scale, x_ptr, rows, N, inv_x, D, at_d, block, split, chunk, scale * 0.0,
-        counter_ptr, partial_ptr, out_ptr, SPLITS, CHUNKS, BM, DC,
+        counters(room_ptr, at_counters), floats(room_ptr, at_partial), out_ptr, SPLITS, CHUNKS, BM, DC,
     )  # fmt: skip
 
 
-def _gradient_tiles(rows: int, others: int, width: int, dtype: torch.dtype) -> Tiles:
+def _gradient_tiles(rows: int, others: int, width: int, dtype: torch.dtype, tf32: bool = False) -> Tiles:
     """Return tiles of the backward pass: small, for its sums and gathered rows are float32 and all stay in registers."""
     t = tiles(rows, others, width, dtype)
     return replace(t, BM=min(t.BM, 64), BN=32)
 
 
-def _counters(rows: int, others: int, width: int, dtype: torch.dtype) -> int:
-    """Return how many counters the two passes need: one for all row blocks and one each, or one a gradient block."""
-    t = tiles(rows, others, width, dtype)
-    one, other = _gradient_tiles(rows, others, width, dtype), _gradient_tiles(others, rows, width, dtype)
-    return max(1 + t.row_blocks(rows), one.blocks(rows, width), other.blocks(others, width))
+def _plan(s: Shape) -> Plan:
+    t = tiles(s.rows, s.others, s.width, s.dtype, s.tf32)
+    blocks, room = t.row_blocks(s.rows), Room()
+    at_x = room.floats(_STATS * s.rows)  # first: `mined` reads them there
+    at_z = room.floats(_STATS * s.others) if s.reference_set else at_x
+    at_sums, at_scale = room.doubles(2 * blocks), room.doubles(1)
+    at_keys = room.doubles(2 * t.programs(s.rows) * t.BM if t.splits > 1 else 0)
+    back = Backward(s, room, at_x, at_z, least=1 + blocks, tiles=_gradient_tiles)
+    sizes = (s.rows, s.others, s.width, at_x, at_z, at_sums, at_scale, at_keys, back.at_counters, *s.settings)
+    rows = {"ANCHORS": True, "TARGETS": not s.reference_set, "NEAR": _NEAR[s.dtype]}
+    return Plan(
+        forward=(
+            row_stats(s, at_x, at_z, back.at_counters, back.counters),
+            Launch(_forward_kernel, t.programs(s.rows), t, sizes, {"SELF": not s.reference_set}),
+        ),
+        backward=back.launches(_backward_kernel, (at_scale,), (), rows, {**rows, "ANCHORS": False, "TARGETS": True}),
+        room=room.words,
+    )
 
 
-def _buffers(rows: int, others: int, width: int, dtype: torch.dtype, reference_set: bool) -> Buffers:
-    """Work: the scale, counters, two sums a row block, and two keys a row for each program if several share a row."""
-    t = tiles(rows, others, width, dtype)
-    keys = 2 * t.row_blocks(rows) * t.BM * t.splits if t.splits > 1 else 0
-    work = 1 + _counters(rows, others, width, dtype) + 2 * t.row_blocks(rows) + keys
-    return Buffers(stats=_STATS * (rows + others * reference_set), work=work)
-
-
-def _forward(batch: Batch, loss: Tensor) -> None:
-    x, z = batch.rows, batch.others
-    t = tiles(x.count, z.count, x.width, x.dtype, tf32=bool(batch.settings[1]))
-    blocks, at = t.row_blocks(x.count), 1 + _counters(x.count, z.count, x.width, x.dtype)
-    counters, sums, keys = batch.work[1:at], batch.work[at:], batch.work[at + 2 * blocks :].view(torch.int64)
-    row_stats(x.emb, x.stats, counters)
-    if not batch.self_mode:
-        row_stats(z.emb, z.stats, None)
-    launch(
-        _forward_kernel, blocks * t.splits, t, *x.arguments, *z.arguments, keys, sums, batch.work,
-        counters.view(torch.int32), loss, x.count, z.count, x.width, batch.settings[0], SELF=batch.self_mode,
-    )  # fmt: skip
-
-
-def _backward(batch: Batch, grad: Tensor, x: Side, z: Side) -> Tensor:
-    anchors, targets = x is batch.rows, z is batch.rows
-    t = _gradient_tiles(x.count, z.count, x.width, x.dtype)
-    if not targets:  # nothing to look through
-        t = replace(t, splits=1)
-    out, partial = torch.empty_like(x.emb), t.partial(x.emb)
-    launch(
-        _backward_kernel, t.blocks(x.count, x.width) * t.splits, t, grad, x.emb, x.stats, z.emb, z.stats, batch.work,
-        batch.work[1:].view(torch.int32), partial, out, x.count, z.count, x.width,
-        ANCHORS=anchors, TARGETS=targets, NEAR=_NEAR[x.dtype], CHUNKS=t.chunks(x.width),
-    )  # fmt: skip
-    return out
-
-
-register("batch_hard_triplet", Kernels(_buffers, _forward, _backward))
+register("batch_hard_triplet", _plan)
 
 
 def mined(loss: Tensor) -> Triplets:
     """Return what a fused loss, computed eagerly of rows that need a gradient, has picked: as `mine` does."""
-    emb_ND, *_, stats, _ = loss.grad_fn.saved_tensors  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    emb_ND, *_, room = loss.grad_fn.saved_tensors  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     rows = emb_ND.shape[0]
-    positive_N, negative_N = stats[2 * rows : 4 * rows].view(2, rows).long()
+    positive_N, negative_N = room.view(torch.float32)[2 * rows : 4 * rows].view(2, rows).long()
     anchors_T = (positive_N >= 0).nonzero()[:, 0]
     return anchors_T, positive_N[anchors_T], negative_N[anchors_T]
 

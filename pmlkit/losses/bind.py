@@ -42,12 +42,14 @@ class Bound:
     forward: one call is one forward pass and returns the scalar loss. leaves: what gets gradients, rows then proxies.
     mined: anchors, positives and negatives that the subject itself picks; None for a loss without mining.
     replay: runs the whole captured pair; then `forward` only returns its loss, and the phases cannot be run apart.
+    exact: the float64 answer of a subject that is not the case's loss.
     """
 
     forward: Callable[[], Tensor]
     leaves: tuple[Tensor, ...]
     mined: Callable[[], Triplets] | None = None
     replay: Callable[[], object] | None = None
+    exact: Callable[[], tuple[Tensor, tuple[Tensor, ...]]] | None = None
 
     def clear(self) -> None:
         """Drop the gradients, as an optimizer's `zero_grad(set_to_none=True)` does; a replay rewrites them in place."""

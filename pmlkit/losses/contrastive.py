@@ -21,23 +21,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pmlkit.losses.fused import Batch, Buffers, Kernels, Side, register
+from pmlkit.losses.fused import register
+from pmlkit.losses.launch import Backward, Launch, Plan, Room, Shape
 from pmlkit.losses.module import FusedLoss, evaluate
 from pmlkit.losses.rows import reference_set, root, squared_distances, tied, unit_rows
 from pmlkit.losses.tiles import (
+    FAR,
     add_weighted,
+    any_of,
     arrive,
     cosines,
+    counters,
     differences,
+    edge,
     finish_rows,
+    floats,
+    halves_equal,
+    inverse_root,
     load_rows,
     poison_of,
+    ready_rows,
     row_stats,
+    square_root,
     total,
     unit,
     unit_column,
 )
-from pmlkit.losses.tiling import launch, tiles
+from pmlkit.losses.tiling import tiles
 
 
 def reference(
@@ -77,12 +87,18 @@ _NEAR = {torch.float32: 0.05, torch.bfloat16: 2e-3, torch.float16: 2e-3}
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, label_ptr, x_stats, z_ptr, z_label_ptr, z_stats, sums_ptr, scale_ptr, counter_ptr, loss_ptr,
-    N, M, D, pos_margin, neg_margin,
+    x_ptr, label_ptr, z_ptr, z_label_ptr, room_ptr, loss_ptr,
+    N, M, D, at_x, at_z, at_sums, at_scale, at_counters, pos_margin, neg_margin,
     SELF: tl.constexpr, NEAR: tl.constexpr, SPLITS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Sum what positives and negatives contribute, and count them. The last program divides. Reads N·M/BM rows."""
+    x_stats, z_stats, sums_ptr, scale_ptr = (
+        floats(room_ptr, at_x),
+        floats(room_ptr, at_z),
+        room_ptr + at_sums,
+        room_ptr + at_scale,
+    )
     program, programs = tl.program_id(0), tl.num_programs(0)
     rows = program // SPLITS * BM + tl.arange(0, BM)
     inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
@@ -90,32 +106,46 @@ def _forward_kernel(
     label = tl.load(label_ptr + rows, mask=rows < N, other=0)
     pulled, pushed = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     pulls, pushes = tl.zeros([BM], tl.int32), tl.zeros([BM], tl.int32)
+    x = ready_rows(x_ptr, rows, N, inv_x, D, 0, BK)
     share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
     begin = program % SPLITS * share
-    for first in range(begin, tl.minimum(begin + share, M), BN):
+    end = tl.minimum(begin + share, M)
+    if SELF:  # a pair (i, j) is worth what (j, i) is: only j > i
+        begin = tl.maximum(begin, program // SPLITS * BM // BN * BN)
+    pull_from, push_to = _limits(pos_margin, neg_margin)
+    for first in range(begin, end, BN):
         columns = first + tl.arange(0, BN)
         inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
         sq_z = tl.load(z_stats + M + columns, mask=columns < M, other=1.0)
-        same = label[:, None] == tl.load(z_label_ptr + columns, mask=columns < M, other=0)[None, :]
-        wanted = (rows < N)[:, None] & (columns < M)[None, :]
-        if SELF:
-            wanted &= rows[:, None] != columns[None, :]
-        tile = cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
-        squares = sq_x[:, None] + sq_z[None, :] - 2 * tile
-        near = wanted & (squares < NEAR)
-        while tl.max(tl.max(near.to(tl.int32), 1), 0) > 0:
-            at = tl.argmax(tl.max(near.to(tl.int32), 0), 0)
-            inv_c = tl.load(z_stats + first + at)
-            exact, _ = differences(x_ptr, rows, N, inv_x, z_ptr, first + at, inv_c, D, BM)
-            here = columns[None, :] == first + at
-            squares = tl.where(near & here, exact[:, None], squares)
-            near &= columns[None, :] != first + at
-        distance = tl.sqrt(tl.maximum(squares, 0.0))
-        pull, push = wanted & same & (distance > pos_margin), wanted & (same == 0) & (distance < neg_margin)
-        pulled += tl.sum(tl.where(pull, distance - pos_margin, 0.0), 1)
-        pushed += tl.sum(tl.where(push, neg_margin - distance, 0.0), 1)
-        pulls += tl.sum(pull.to(tl.int32), 1)
-        pushes += tl.sum(push.to(tl.int32), 1)
+        label_z = tl.load(z_label_ptr + columns, mask=columns < M, other=0)
+        z = load_rows(z_ptr, columns, M, D, 0, BK)
+        tile = cosines(x, x_ptr, rows, N, inv_x, -2.0, z, z_ptr, columns, M, inv_z, D, BM, BN, BK, ONE, PREC)
+        squares = tile + sq_z[None, :] + sq_x[:, None]
+        if edge(program // SPLITS * BM, first, N, M, SELF, BM, BN):
+            wanted = (rows < N)[:, None] & (columns < M)[None, :]
+            if SELF:
+                wanted &= rows[:, None] < columns[None, :]
+            squares = tl.where(wanted, squares, FAR)
+        least, alike = tl.min(squares), any_of(halves_equal(label, label_z))
+        if alike | (least < tl.maximum(push_to, NEAR)):  # many tiles of random rows have nothing to add
+            if least < NEAR:
+                left = tl.max((squares < NEAR).to(tl.int32), 0)
+                while tl.max(left, 0) > 0:
+                    at = tl.argmax(left, 0)
+                    exact, _ = differences(x_ptr, rows, N, inv_x, z_ptr, first + at, tl.load(z_stats + first + at), D, BM)
+                    here = (columns[None, :] == first + at) & (squares < NEAR)
+                    squares = tl.where(here, exact[:, None], squares)
+                    left = tl.where(columns == first + at, 0, left)
+            distance = square_root(squares)
+            push = squares < push_to
+            if alike:
+                same = label[:, None] == label_z[None, :]
+                push &= same == 0
+                pull = same & (squares > pull_from) & (squares < FAR)
+                pulled += tl.sum(tl.where(pull, distance - pos_margin, 0.0), 1)
+                pulls += tl.sum(pull.to(tl.int32), 1)
+            pushed += tl.sum(tl.where(push, neg_margin - distance, 0.0), 1)
+            pushes += tl.sum(push.to(tl.int32), 1)
     poison = inv_x * 0.0  # NaN for a row with NaN or Inf: it makes the loss and every gradient NaN
     if SELF == 0:
         poison += poison_of(z_stats, M, program, programs)
@@ -123,7 +153,7 @@ def _forward_kernel(
     tl.store(sums_ptr + programs + program, tl.sum(pushed.to(tl.float64), 0))
     tl.store(sums_ptr + 2 * programs + program, tl.sum(pulls.to(tl.float64), 0))
     tl.store(sums_ptr + 3 * programs + program, tl.sum(pushes.to(tl.float64), 0))
-    if arrive(counter_ptr, programs):
+    if arrive(counters(room_ptr, at_counters), programs):
         pull_sum, pull_count = total(sums_ptr, programs), total(sums_ptr + 2 * programs, programs)
         push_sum, push_count = total(sums_ptr + programs, programs), total(sums_ptr + 3 * programs, programs)
         per_pull = 1.0 / tl.maximum(pull_count, 1.0) + pull_sum * 0.0
@@ -135,12 +165,13 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr, x_ptr, label_ptr, x_stats, z_ptr, z_label_ptr, z_stats, scale_ptr, counter_ptr, partial_ptr, out_ptr,
-    N, M, D, pos_margin, neg_margin,
+    grad_ptr, x_ptr, label_ptr, z_ptr, z_label_ptr, room_ptr, out_ptr,
+    N, M, D, at_x, at_z, at_scale, at_counters, at_partial, pos_margin, neg_margin,
     SELF: tl.constexpr, NEAR: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DC: tl.constexpr, PREC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, DC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the rows: sum_j W_ij y_j without its part along y_i, over the length. Builds W again."""
+    x_stats, z_stats, scale_ptr = floats(room_ptr, at_x), floats(room_ptr, at_z), room_ptr + at_scale
     chunk, split = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS % SPLITS
     block = tl.program_id(0) // (CHUNKS * SPLITS)
     rows = block * BM + tl.arange(0, BM)
@@ -148,107 +179,81 @@ def _backward_kernel(
     inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
     sq_x = tl.load(x_stats + N + rows, mask=rows < N, other=1.0)
     label = tl.load(label_ptr + rows, mask=rows < N, other=0)
-    grad = tl.load(grad_ptr).to(tl.float32) * (2.0 if SELF else 1.0)
+    grad = tl.load(grad_ptr).to(tl.float32)  # a row of SELF has each pair twice, of twice as many
     per_pull, per_push = grad * tl.load(scale_ptr).to(tl.float32), grad * tl.load(scale_ptr + 1).to(tl.float32)
     sums, along = tl.zeros([BM, DC], tl.float32), tl.zeros([BM], tl.float32)
+    x = ready_rows(x_ptr, rows, N, inv_x, D, 0, BK)
     share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
+    pull_from, push_to = _limits(pos_margin, neg_margin)
     for first in range(split * share, tl.minimum(split * share + share, M), BN):
         columns = first + tl.arange(0, BN)
         inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
         sq_z = tl.load(z_stats + M + columns, mask=columns < M, other=1.0)
-        same = label[:, None] == tl.load(z_label_ptr + columns, mask=columns < M, other=0)[None, :]
-        wanted = (rows < N)[:, None] & (columns < M)[None, :]
-        if SELF:
-            wanted &= rows[:, None] != columns[None, :]
-        tile = cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
-        squares = sq_x[:, None] + sq_z[None, :] - 2 * tile
-        near = wanted & (squares < NEAR)
-        weight = _weights(squares, wanted & (near == 0), same, pos_margin, neg_margin, per_pull, per_push)
-        while tl.max(tl.max(near.to(tl.int32), 1), 0) > 0:
-            at = tl.argmax(tl.max(near.to(tl.int32), 0), 0)
-            here = near & (columns[None, :] == first + at)
-            inv_c = tl.load(z_stats + first + at)
-            exact, along_c = differences(x_ptr, rows, N, inv_x, z_ptr, first + at, inv_c, D, BM)
-            alone = tl.sum(
-                _weights(tl.broadcast_to(exact[:, None], [BM, BN]), here, same, pos_margin, neg_margin, per_pull, per_push), 1
-            )
-            d = at_d + tl.arange(0, DC)
-            z = unit_column(z_ptr, first + at, inv_c, d, D)
-            sums += alone[:, None] * (z[None, :] - unit(load_rows(x_ptr, rows, N, D, at_d, DC), inv_x))
-            along += alone * along_c
-            near &= columns[None, :] != first + at
-        sums, along = add_weighted(sums, along, weight, tile, z_ptr, columns, M, inv_z, D, at_d, DC, PREC)
+        label_z = tl.load(z_label_ptr + columns, mask=columns < M, other=0)
+        z = load_rows(z_ptr, columns, M, D, 0, BK)
+        tile = cosines(x, x_ptr, rows, N, inv_x, -2.0, z, z_ptr, columns, M, inv_z, D, BM, BN, BK, ONE, PREC)
+        squares = tile + sq_z[None, :] + sq_x[:, None]
+        if edge(block * BM, first, N, M, SELF, BM, BN):
+            wanted = (rows < N)[:, None] & (columns < M)[None, :]
+            if SELF:
+                wanted &= rows[:, None] != columns[None, :]
+            squares = tl.where(wanted, squares, FAR)
+        least, alike = tl.min(squares), any_of(halves_equal(label, label_z))
+        if alike | (least < tl.maximum(push_to, NEAR)):
+            if least < NEAR:
+                left = tl.max((squares < NEAR).to(tl.int32), 0)
+                while tl.max(left, 0) > 0:
+                    at = tl.argmax(left, 0)
+                    here = tl.min(tl.where(columns[None, :] == first + at, squares, FAR), 1) < NEAR
+                    inv_c = tl.load(z_stats + first + at)
+                    exact, along_c = differences(x_ptr, rows, N, inv_x, z_ptr, first + at, inv_c, D, BM)
+                    same = label == tl.load(z_label_ptr + first + at)
+                    alone = tl.where(exact < push_to, per_push, 0.0)
+                    alone = tl.where(same, tl.where(exact > pull_from, -per_pull, 0.0), alone)
+                    alone = tl.where(here & (exact > 0), alone * inverse_root(tl.maximum(exact, 1e-30)), 0.0)
+                    d = at_d + tl.arange(0, DC)
+                    z_c = unit_column(z_ptr, first + at, inv_c, d, D)
+                    sums += alone[:, None] * (z_c[None, :] - unit(load_rows(x_ptr, rows, N, D, at_d, DC), inv_x))
+                    along += alone * along_c
+                    left = tl.where(columns == first + at, 0, left)
+                squares = tl.where(squares < NEAR, FAR, squares)  # those are done
+            inverse = inverse_root(squares)
+            weight = tl.where(squares < push_to, per_push * inverse, 0.0)
+            if alike:
+                same = label[:, None] == label_z[None, :]
+                pull = (squares > pull_from) & (squares < FAR)
+                weight = tl.where(same, tl.where(pull, -per_pull * inverse, 0.0), weight)
+            sums, along = add_weighted(
+                sums, along, weight, tile * -0.5, z, z_ptr, columns, M, inv_z, D, at_d, CHUNKS, BK, DC, PREC
+            )  # fmt: skip
     finish_rows(
-        sums,
-        along,
-        x_ptr,
-        rows,
-        N,
-        inv_x,
-        D,
-        at_d,
-        block,
-        split,
-        chunk,
-        per_pull * 0.0,
-        counter_ptr,
-        partial_ptr,
-        out_ptr,
-        SPLITS,
-        CHUNKS,
-        BM,
-        DC,
-    )
+        sums, along, x_ptr, rows, N, inv_x, D, at_d, block, split, chunk, per_pull * 0.0,
+        counters(room_ptr, at_counters), floats(room_ptr, at_partial), out_ptr, SPLITS, CHUNKS, BM, DC,
+    )  # fmt: skip
 
 
 @triton.jit
-def _weights(squares, wanted, same, pos_margin, neg_margin, per_pull, per_push):
-    """Return the derivative of the loss by the cosine, up to sign: how strongly y_j pulls y_i away (positive: from it)."""
-    safe = tl.maximum(squares, 1e-30)
-    inverse = tl.rsqrt(safe)
-    distance = tl.where(squares > 0, safe * inverse, 0.0)
-    pull = wanted & same & (distance > pos_margin)
-    push = wanted & (same == 0) & (distance < neg_margin)
-    weight = tl.where(push, per_push * inverse, 0.0) - tl.where(pull, per_pull * inverse, 0.0)
-    return tl.where(squares > 0, weight, 0.0)
+def _limits(pos_margin, neg_margin):
+    """Return the squared distances from which positives are pulled and up to which negatives are pushed."""
+    return tl.where(pos_margin >= 0, pos_margin * pos_margin, -1.0), tl.where(neg_margin > 0, neg_margin * neg_margin, 0.0)
 
 
-def _buffers(rows: int, others: int, width: int, dtype: torch.dtype, reference_set: bool) -> Buffers:
-    """Two statistics a row; four sums a program, two scales, a counter for all programs and one for each block."""
-    one, other = tiles(rows, others, width, dtype), tiles(others, rows, width, dtype)
-    blocks = max(one.blocks(rows, width), other.blocks(others, width))
-    return Buffers(stats=2 * (rows + others * reference_set), work=4 * one.row_blocks(rows) * one.splits + 3 + blocks)
+def _plan(s: Shape) -> Plan:
+    t = tiles(s.rows, s.others, s.width, s.dtype, s.tf32)
+    programs, room = t.programs(s.rows), Room()
+    at_x = room.floats(2 * s.rows)
+    at_z = room.floats(2 * s.others) if s.reference_set else at_x
+    at_sums, at_scale, back = room.doubles(4 * programs), room.doubles(2), Backward(s, room, at_x, at_z)
+    sides = {"SELF": not s.reference_set, "NEAR": _NEAR[s.dtype]}
+    sizes = (s.rows, s.others, s.width, at_x, at_z, at_sums, at_scale, back.at_counters, *s.settings)
+    return Plan(
+        forward=(row_stats(s, at_x, at_z, back.at_counters, back.counters), Launch(_forward_kernel, programs, t, sizes, sides)),
+        backward=back.launches(_backward_kernel, (at_scale,), s.settings, sides),
+        room=room.words,
+    )
 
 
-def _forward(batch: Batch, loss: Tensor) -> None:
-    x, z = batch.rows, batch.others
-    t = tiles(x.count, z.count, x.width, x.dtype, tf32=bool(batch.settings[2]))
-    programs = t.row_blocks(x.count) * t.splits
-    scale, counters = batch.work[4 * programs :], batch.work[4 * programs + 2 :]
-    row_stats(x.emb, x.stats, counters)
-    if not batch.self_mode:
-        row_stats(z.emb, z.stats, None)
-    launch(
-        _forward_kernel, programs, t, *x.arguments, *z.arguments, batch.work, scale, counters.view(torch.int32), loss,
-        x.count, z.count, x.width, *batch.settings[:2], SELF=batch.self_mode, NEAR=_NEAR[x.dtype],
-    )  # fmt: skip
-
-
-def _backward(batch: Batch, grad: Tensor, x: Side, z: Side) -> Tensor:
-    first = tiles(batch.rows.count, batch.others.count, x.width, x.dtype, tf32=bool(batch.settings[2]))
-    programs = first.row_blocks(batch.rows.count) * first.splits
-    t = tiles(x.count, z.count, x.width, x.dtype, tf32=bool(batch.settings[2]))
-    out, partial = torch.empty_like(x.emb), t.partial(x.emb)
-    scale, counters = batch.work[4 * programs :], batch.work[4 * programs + 3 :].view(torch.int32)
-    launch(
-        _backward_kernel, t.blocks(x.count, x.width) * t.splits, t, grad, *x.arguments, *z.arguments, scale, counters,
-        partial, out, x.count, z.count, x.width, *batch.settings[:2],
-        SELF=batch.self_mode, NEAR=_NEAR[x.dtype], CHUNKS=t.chunks(x.width),
-    )  # fmt: skip
-    return out
-
-
-register("contrastive", Kernels(_buffers, _forward, _backward))
+register("contrastive", _plan)
 
 
 def contrastive_loss(

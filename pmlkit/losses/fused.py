@@ -1,19 +1,21 @@
 """From torch tensors to fused kernels and back: what all four losses share on the host.
 
-A loss brings `Kernels`; this file checks the arguments, chooses between kernels and reference, and ties forward and
-backward together, for autograd in eager mode and as registered operators under `torch.compile`.
+A loss registers how it plans its launches; this file chooses between kernels and reference, keeps the plans, and ties
+forward and backward together, for autograd in eager mode and as registered operators under `torch.compile`.
 """
 
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pmlkit.errors import PmlkitError
+from pmlkit.losses.launch import Plan, Shape
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then the kernels run on tensors of a processor, for tests
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,84 +23,24 @@ _MOST_WIDTH, _MOST_ROWS = 1024, 2**20
 
 
 @dataclass(frozen=True)
-class Buffers:
-    """What a call keeps between forward and backward: float32 statistics, and words of 8 bytes for sums and counters."""
-
-    stats: int
-    work: int
-
-
-@dataclass(frozen=True)
-class Side:
-    """Rows on one side of the matrix of pairs: emb [count, width], labels [count] int64, stats float32."""
-
-    emb: Tensor
-    labels: Tensor
-    stats: Tensor
-
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return self.emb.shape[0]
-
-    @property
-    def width(self) -> int:
-        """Width of a row."""
-        return self.emb.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the rows."""
-        return self.emb.dtype
-
-    @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The three pointers, in the order in which kernels take them."""
-        return self.emb, self.labels, self.stats
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One call. others: the reference rows, or the rows themselves. work: float64 words, kept until the backward pass."""
-
-    rows: Side
-    others: Side
-    work: Tensor
-    settings: list[float]
-
-    @property
-    def self_mode(self) -> bool:
-        """Whether the rows are compared with themselves."""
-        return self.others is self.rows
-
-
-@dataclass(frozen=True)
 class Kernels:
-    """A fused loss.
+    """A fused loss. mixed: takes half-precision rows with float32 others as they are; else two types meet in float32."""
 
-    buffers: (rows N, others M, width D, dtype, reference set?) -> Buffers, M = N without a reference set; the statistics
-    of the others follow those of the rows, as many a row. forward: fills loss, statistics and work. backward: (batch,
-    gradient of the loss, side, other side) -> gradient of the side's rows. mixed: takes half-precision rows with float32
-    others as they are; otherwise rows of two types are computed in float32.
-    """
-
-    buffers: Callable[[int, int, int, torch.dtype, bool], Buffers]
-    forward: Callable[[Batch, Tensor], None]
-    backward: Callable[[Batch, Tensor, Side, Side], Tensor]
+    plan: Callable[[Shape], Plan]
     mixed: bool = False
 
 
 _KERNELS: dict[str, Kernels] = {}
 
 
-def register(name: str, kernels: Kernels) -> None:
+def register(name: str, plan: Callable[[Shape], Plan], *, mixed: bool = False) -> None:
     """Make a loss's kernels known under a name, which registered operators carry instead of code."""
-    _KERNELS[name] = kernels
+    _KERNELS[name] = Kernels(plan, mixed)
 
 
-def kernels(name: str) -> Kernels:
-    """Return a loss's kernels."""
-    return _KERNELS[name]
+def plan_of(name: str, shape: Shape) -> Plan:
+    """Return the launches of a loss for a shape, made anew."""
+    return _KERNELS[name].plan(shape)
 
 
 def fusable(emb_ND: Tensor, ref_emb_MD: Tensor | None = None) -> bool:
@@ -114,11 +56,12 @@ def fusable(emb_ND: Tensor, ref_emb_MD: Tensor | None = None) -> bool:
 
 
 def fused_loss(
-    name: str, emb_ND: Tensor, labels_N: Tensor, ref_emb_MD: Tensor | None, ref_labels_M: Tensor | None, settings: list[float]
-) -> Tensor:
+    name: str, settings: tuple[float, ...], tf32: bool,
+    emb_ND: Tensor, labels_N: Tensor, ref_emb_MD: Tensor | None = None, ref_labels_M: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the loss by its kernels; differentiable once in the rows and the reference rows.
 
-    labels are int64 and lie on the device of the rows.
+    labels are int64, contiguous, and lie on the device of the rows.
     """
     emb_ND = emb_ND.contiguous()
     if ref_emb_MD is not None:
@@ -126,110 +69,136 @@ def fused_loss(
         if ref_emb_MD.dtype != emb_ND.dtype and not mixed:
             emb_ND, ref_emb_MD = emb_ND.float(), ref_emb_MD.float()
         ref_emb_MD = ref_emb_MD.contiguous()
+    given = (emb_ND, labels_N, ref_emb_MD, ref_labels_M)
     if torch.compiler.is_compiling():
-        return torch.ops.pmlkit.fused_loss(name, emb_ND, labels_N, ref_emb_MD, ref_labels_M, settings)[0]
-    return _Fused.apply(name, emb_ND, labels_N, ref_emb_MD, ref_labels_M, settings)  # pyright: ignore[reportReturnType]
+        return torch.ops.pmlkit.fused_loss(name, list(settings), tf32, *given)[0]
+    return _Fused.apply(_plan(name, settings, tf32, *given), *given)  # pyright: ignore[reportReturnType]
 
 
 class _Fused(torch.autograd.Function):
     """The eager path: without the dispatcher's 30 microseconds a call of a registered operator."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None, settings: Any):
-        loss, stats, work = _forward(name, emb, labels, ref, ref_labels, settings)
-        ctx.save_for_backward(emb, labels, ref, ref_labels, stats, work)
-        ctx.name, ctx.settings = name, settings
+    def forward(ctx: Any, plan: Plan, emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None):
+        loss, *kept = _forward(plan, emb, labels, ref, ref_labels)
+        ctx.save_for_backward(*kept)
+        ctx.plan = plan
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         if torch.is_grad_enabled():
-            raise PmlkitError(f"the fused {ctx.name} loss is differentiable once: drop create_graph=True, or use `reference`")
-        kernels, batch = _KERNELS[ctx.name], _batch(*ctx.saved_tensors, settings=ctx.settings)
-        one, other = batch.rows, batch.others
-        grad_emb = kernels.backward(batch, grads[0], one, other) if ctx.needs_input_grad[1] else None
-        grad_ref = kernels.backward(batch, grads[0], other, one) if ctx.needs_input_grad[3] else None
-        return None, grad_emb, None, grad_ref, None, None
+            raise PmlkitError("a fused loss is differentiable once: drop create_graph=True, or use the `reference` of its file")
+        emb, labels, others, other_labels, room = ctx.saved_tensors
+        to_rows, *to_others = ctx.plan.backward
+        grad_emb = grad_others = None
+        if ctx.needs_input_grad[1]:
+            grad_emb = torch.empty_like(emb)
+            to_rows(grads[0], emb, labels, others, other_labels, room, grad_emb)
+        if ctx.needs_input_grad[3]:
+            grad_others = torch.empty_like(others)
+            to_others[0](grads[0], others, other_labels, emb, labels, room, grad_others)
+        return None, grad_emb, None, grad_others, None
 
 
-def _forward(
-    name: str, emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None, settings: list[float]
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss, stats, work = _allocate(name, emb, ref)
+def _forward(plan: Plan, emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the loss, and what the backward pass takes: rows, labels, other rows, their labels, room."""
+    others, other_labels = (emb, labels) if ref is None else (ref, labels if ref_labels is None else ref_labels)
+    loss, room = _allocate(plan, emb)
     with _device_of(emb):
-        _KERNELS[name].forward(_batch(emb, labels, ref, ref_labels, stats, work, settings), loss)
-    return loss, stats, work
+        for launch in plan.forward:
+            launch(emb, labels, others, other_labels, room, loss)
+    return loss, emb, labels, others, other_labels, room
+
+
+def _allocate(plan: Plan, emb: Tensor) -> tuple[Tensor, Tensor]:
+    return emb.new_empty((), dtype=torch.float32), emb.new_empty(plan.room, dtype=torch.float64)
+
+
+_NOWHERE = nullcontext()
 
 
 def _device_of(emb: Tensor) -> AbstractContextManager[Any]:
     """Make the rows' device the current one, which is where Triton launches; nothing where it is."""
-    elsewhere = emb.is_cuda and emb.device.index != torch.cuda.current_device()
-    return torch.cuda.device(emb.device) if elsewhere else nullcontext()
+    elsewhere = emb.is_cuda and emb.get_device() != torch.cuda.current_device()
+    return torch.cuda.device(emb.device) if elsewhere else _NOWHERE
 
 
-def _batch(
-    emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None, stats: Tensor, work: Tensor,
-    settings: list[float],
-) -> Batch:  # fmt: skip
+def _plan(
+    name: str, settings: tuple[float, ...], tf32: bool,
+    emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None,
+) -> Plan:  # fmt: skip
+    """Return the plan for these tensors. It starts kernels directly only where all pointers are aligned."""
+    places = emb.data_ptr() | labels.data_ptr()
     if ref is None:
-        rows = Side(emb, labels, stats)
-        return Batch(rows, rows, work, settings)
-    each = stats.numel() // (len(emb) + len(ref))
-    labels_of_ref = labels if ref_labels is None else ref_labels
-    return Batch(Side(emb, labels, stats), Side(ref, labels_of_ref, stats[each * len(emb) :]), work, settings)
+        return _planned(name, settings, tf32, emb.get_device(), places % 16 == 0, emb.shape, emb.dtype, None, None)
+    places |= ref.data_ptr() | (0 if ref_labels is None else ref_labels.data_ptr())
+    return _planned(name, settings, tf32, emb.get_device(), places % 16 == 0, emb.shape, emb.dtype, ref.shape, ref.dtype)
 
 
-def _allocate(name: str, emb: Tensor, ref: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    others = emb if ref is None else ref
-    size = _KERNELS[name].buffers(emb.shape[0], others.shape[0], emb.shape[1], emb.dtype, ref is not None)
-    device = emb.device
-    loss = torch.empty((), dtype=torch.float32, device=device)
-    stats = torch.empty(size.stats, dtype=torch.float32, device=device)
-    return loss, stats, torch.empty(size.work, dtype=torch.float64, device=device)
+@lru_cache(maxsize=1024)
+def _planned(
+    name: str, settings: tuple[float, ...], tf32: bool, device: int, aligned: bool,
+    size: torch.Size, dtype: torch.dtype, ref_size: torch.Size | None, ref_dtype: torch.dtype | None,
+) -> Plan:  # fmt: skip
+    others = size if ref_size is None else ref_size
+    shape = Shape(size[0], others[0], size[1], dtype, ref_dtype or dtype, ref_size is not None, settings, tf32)
+    plan = plan_of(name, shape)
+    for launch in (*plan.forward, *plan.backward):
+        launch.direct = aligned
+    return plan
 
 
 @torch.library.custom_op("pmlkit::fused_loss", mutates_args=())
 def _op(
-    name: str, emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None, settings: list[float]
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(name, emb, labels, ref, ref_labels, settings)
+    name: str, settings: list[float], tf32: bool,
+    emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    loss, *_, room = _forward(_plan(name, tuple(settings), tf32, emb, labels, ref, ref_labels), emb, labels, ref, ref_labels)
+    return loss, room
 
 
 @_op.register_fake
-def _(name, emb, labels, ref, ref_labels, settings):
-    return _allocate(name, emb, ref)
+def _(name, settings, tf32, emb, labels, ref, ref_labels):
+    ref_size, ref_dtype = (None, None) if ref is None else (_size(ref), ref.dtype)
+    return _allocate(_planned(name, tuple(settings), tf32, -2, False, _size(emb), emb.dtype, ref_size, ref_dtype), emb)
+
+
+def _size(rows: Tensor) -> torch.Size:
+    """Return sizes as plain numbers: symbolic ones are fixed, since a plan is made for one size."""
+    return torch.Size(int(size) for size in rows.shape)
 
 
 @torch.library.custom_op("pmlkit::fused_loss_backward", mutates_args=())
 def _op_backward(
-    name: str, grad: Tensor, emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None,
-    stats: Tensor, work: Tensor, settings: list[float],
+    name: str, settings: list[float], tf32: bool, grad: Tensor,
+    emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None, room: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    work = work.clone()  # its counters move, and an operator must not change what it is given
-    kernels, batch = _KERNELS[name], _batch(emb, labels, ref, ref_labels, stats, work, settings)
+    plan = _plan(name, tuple(settings), tf32, emb, labels, ref, ref_labels)
+    room = room.clone()  # its counters move, and an operator must not change what it is given
+    others, other_labels = (emb, labels) if ref is None else (ref, labels if ref_labels is None else ref_labels)
+    grad_emb, grad_others = torch.empty_like(emb), emb.new_empty(0) if ref is None else torch.empty_like(ref)
     with _device_of(emb):  # in eager mode autograd itself sets the device of a backward pass
-        grad_emb = kernels.backward(batch, grad, batch.rows, batch.others)
-        grad_ref = emb.new_empty(0) if ref is None else kernels.backward(batch, grad, batch.others, batch.rows)
-    return grad_emb, grad_ref
+        plan.backward[0](grad, emb, labels, others, other_labels, room, grad_emb)
+        if ref is not None:
+            plan.backward[1](grad, others, other_labels, emb, labels, room, grad_others)
+    return grad_emb, grad_others
 
 
 @_op_backward.register_fake
-def _(name, grad, emb, labels, ref, ref_labels, stats, work, settings):
+def _(name, settings, tf32, grad, emb, labels, ref, ref_labels, room):
     return torch.empty_like(emb), emb.new_empty(0) if ref is None else torch.empty_like(ref)
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    name, emb, labels, ref, ref_labels, settings = inputs
-    _, stats, work = output
-    ctx.save_for_backward(emb, labels, ref, ref_labels, stats, work)
-    ctx.name, ctx.settings = name, settings
+    name, settings, tf32, emb, labels, ref, ref_labels = inputs
+    ctx.save_for_backward(emb, labels, ref, ref_labels, output[1])
+    ctx.plain = name, settings, tf32
 
 
 def _backward(ctx: Any, *grads: Tensor):
-    emb, labels, ref, ref_labels, stats, work = ctx.saved_tensors
-    given = (emb, labels, ref, ref_labels, stats, work, ctx.settings)
-    grad_emb, grad_ref = torch.ops.pmlkit.fused_loss_backward(ctx.name, grads[0], *given)
-    return None, grad_emb, None, None if ref is None else grad_ref, None, None
+    grad_emb, grad_ref = torch.ops.pmlkit.fused_loss_backward(*ctx.plain, grads[0], *ctx.saved_tensors)
+    return None, None, None, grad_emb, None, None if ctx.saved_tensors[2] is None else grad_ref, None
 
 
 _op.register_autograd(_backward, setup_context=_keep)

@@ -59,7 +59,7 @@ def evaluate(
     """Return a pairwise loss: by the kernels where they take the rows, else by the plain reference."""
     labels, ref_labels = check_rows(emb_ND, labels_N, ref_emb_MD, ref_labels_M)
     if fusable(emb_ND, ref_emb_MD):
-        return fused_loss(name, emb_ND, labels, ref_emb_MD, ref_labels, [*settings.values(), float(tf32)])
+        return fused_loss(name, tuple(settings.values()), tf32, emb_ND, labels, ref_emb_MD, ref_labels)
     reference: Callable[..., Tensor] = import_module(f"pmlkit.losses.{name}").reference
     return reference(emb_ND, labels, ref_emb_MD=ref_emb_MD, ref_labels_M=ref_labels, **settings)
 

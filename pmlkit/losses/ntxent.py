@@ -25,11 +25,28 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from pmlkit.losses.fused import Batch, Buffers, Kernels, Side, register
+from pmlkit.losses.fused import register
+from pmlkit.losses.launch import Backward, Launch, Plan, Room, Shape
 from pmlkit.losses.module import FusedLoss, evaluate
 from pmlkit.losses.rows import reference_set, tied, unit_rows
-from pmlkit.losses.tiles import add_weighted, arrive, cosines, finish_rows, poison_of, row_stats, total
-from pmlkit.losses.tiling import Tiles, launch, tiles
+from pmlkit.losses.tiles import (
+    add_weighted,
+    any_of,
+    arrive,
+    cosines,
+    counters,
+    finish_rows,
+    floats,
+    halves_equal,
+    inverse,
+    load_rows,
+    poison_of,
+    power,
+    ready_rows,
+    row_stats,
+    total,
+)
+from pmlkit.losses.tiling import tiles
 
 
 def reference(
@@ -61,47 +78,60 @@ def reference(
 
 # The kernels work in base 2: `slope` is log2(e) / temperature, so that a pair of cosine c has the logit slope·c and costs
 # one exp2. L_i is kept as `top`, the largest logit of the negatives of i (_NONE without any), and `mass`, the sum of
-# exp2(logit - top) over them (0 without any, else at least 1): one number would round at the size of the logits.
+# exp2(logit - top) over them (0 without any): one number would round at the size of the logits.
 # Statistics of N rows: inv, top (in place of the squared length, which cosines do not need), mass, and T_i / mass with
 # T_i = sum of sigmoid(L_i - a_ip) over the positives p; only anchors have the last three. The weights of the gradient are
 #     W_ij = (-[positive] mass / (mass + exp2(logit - top)) + [negative] T_i / mass · exp2(logit - top)) / (temperature · P)
 _LN2 = tl.constexpr(math.log(2))
+_FLAT = 50.0  # up to this slope `top` is the slope itself, the largest logit there can be: sums stay above 2^-100
 _NONE = tl.constexpr(-1e38)  # far below every logit; -inf from -inf would be NaN
 
 
 @triton.jit
 def _against_kernel(
-    x_ptr, label_ptr, x_stats, z_ptr, z_label_ptr, z_stats, partial_ptr, counter_ptr, N, M, D, slope,
-    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+    x_ptr, label_ptr, z_ptr, z_label_ptr, room_ptr, loss_ptr,
+    N, M, D, at_x, at_z, at_sums, at_scale, at_partial, at_counters, slope,
+    SELF: tl.constexpr, FLAT: tl.constexpr, SPLITS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Write top and mass of the negatives of every row. Reads N·M/BM rows."""
+    x_stats, z_stats, partial_ptr = floats(room_ptr, at_x), floats(room_ptr, at_z), floats(room_ptr, at_partial)
     program = tl.program_id(0)
     block, split = program // SPLITS, program % SPLITS
     rows = block * BM + tl.arange(0, BM)
     inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
     label = tl.load(label_ptr + rows, mask=rows < N, other=0)
     top, mass = tl.full([BM], _NONE, tl.float32), tl.zeros([BM], tl.float32)
+    x = ready_rows(x_ptr, rows, N, inv_x, D, 0, BK)
     share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
     for first in range(split * share, tl.minimum(split * share + share, M), BN):
         columns = first + tl.arange(0, BN)
         inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
-        same = label[:, None] == tl.load(z_label_ptr + columns, mask=columns < M, other=0)[None, :]
-        tile = cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
-        logits = tl.where((same == 0) & (columns < M)[None, :], tile * slope, float("-inf"))
-        higher = tl.maximum(top, tl.max(logits, 1))
-        mass = mass * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
-        top = higher
+        label_z = tl.load(z_label_ptr + columns, mask=columns < M, other=0)
+        z = load_rows(z_ptr, columns, M, D, 0, BK)
+        tile = cosines(x, x_ptr, rows, N, inv_x, slope, z, z_ptr, columns, M, inv_z, D, BM, BN, BK, ONE, PREC)
+        logits = tile + tl.where(columns < M, -slope if FLAT else 0.0, float("-inf"))[None, :]
+        if any_of(halves_equal(label, label_z)):
+            logits = tl.where(label[:, None] == label_z[None, :], float("-inf"), logits)
+        if FLAT:
+            mass += tl.sum(power(logits), 1)
+        else:
+            higher = tl.maximum(top, tl.max(logits, 1))
+            mass = mass * power(top - higher) + tl.sum(power(logits - higher[:, None]), 1)
+            top = higher
+    if FLAT:
+        top = tl.where(mass > 0, slope, _NONE)
     mine = rows < N
     if SPLITS > 1:
         masses_ptr = partial_ptr + tl.num_programs(0) * BM
         tl.store(partial_ptr + program * BM + tl.arange(0, BM), top)
         tl.store(masses_ptr + program * BM + tl.arange(0, BM), mass)
-        last = arrive(counter_ptr + block, SPLITS)
+        last = arrive(counters(room_ptr, at_counters) + 1 + block, SPLITS)
         if last:
             at = (block * SPLITS + tl.arange(0, SPLITS))[:, None] * BM + tl.arange(0, BM)[None, :]
             tops = tl.load(partial_ptr + at)
             top = tl.max(tops, 0)
-            mass = tl.sum(tl.load(masses_ptr + at) * tl.exp2(tops - top[None, :]), 0)
+            mass = tl.sum(tl.load(masses_ptr + at) * power(tops - top[None, :]), 0)
         mine &= last
     tl.store(x_stats + N + rows, top, mask=mine)
     tl.store(x_stats + 2 * N + rows, mass, mask=mine)
@@ -109,36 +139,40 @@ def _against_kernel(
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, label_ptr, x_stats, z_ptr, z_label_ptr, z_stats, sums_ptr, partial_ptr, scale_ptr, counter_ptr, loss_ptr,
-    N, M, D, slope,
-    SELF: tl.constexpr, SPLITS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+    x_ptr, label_ptr, z_ptr, z_label_ptr, room_ptr, loss_ptr,
+    N, M, D, at_x, at_z, at_sums, at_scale, at_partial, at_counters, slope,
+    SELF: tl.constexpr, FLAT: tl.constexpr, SPLITS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Sum the terms of the positives, count them, and write T_i / mass. The last program divides. Reads to N·M/BM rows."""
+    x_stats, z_stats, partial_ptr = floats(room_ptr, at_x), floats(room_ptr, at_z), floats(room_ptr, at_partial)
+    sums_ptr, counter_ptr = room_ptr + at_sums, counters(room_ptr, at_counters)
     program, programs = tl.program_id(0), tl.num_programs(0)
     block, split = program // SPLITS, program % SPLITS
     rows = block * BM + tl.arange(0, BM)
     inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
     label = tl.load(label_ptr + rows, mask=rows < N, other=0)
     top = tl.load(x_stats + N + rows, mask=rows < N, other=0.0)
-    mass = tl.maximum(tl.load(x_stats + 2 * N + rows, mask=rows < N, other=1.0), 1.0)
-    log_mass = tl.log2(mass)
+    mass = tl.load(x_stats + 2 * N + rows, mask=rows < N, other=1.0)
+    mass = tl.where(mass == 0, 1.0, mass)
+    level = top + tl.log2(mass)
     terms, pull, count = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.int32)
+    x = ready_rows(x_ptr, rows, N, inv_x, D, 0, BK)
     share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
     for first in range(split * share, tl.minimum(split * share + share, M), BN):
         columns = first + tl.arange(0, BN)
-        positive = label[:, None] == tl.load(z_label_ptr + columns, mask=columns < M, other=0)[None, :]
-        positive &= (rows < N)[:, None] & (columns < M)[None, :]
-        if SELF:
-            positive &= rows[:, None] != columns[None, :]
-        here = tl.sum(positive.to(tl.int32), 1)
-        if tl.max(here, 0) > 0:  # most tiles of a large batch have no positive
+        label_z = tl.load(z_label_ptr + columns, mask=columns < M, other=0)
+        if any_of(halves_equal(label, label_z)):  # few tiles of a large batch have a positive
+            positive = (label[:, None] == label_z[None, :]) & (rows < N)[:, None] & (columns < M)[None, :]
+            if SELF:
+                positive &= rows[:, None] != columns[None, :]
             inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
-            tile = cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
-            term, sigmoid = _softplus(top[:, None] - tile * slope + log_mass[:, None])
+            z = load_rows(z_ptr, columns, M, D, 0, BK)
+            tile = cosines(x, x_ptr, rows, N, inv_x, slope, z, z_ptr, columns, M, inv_z, D, BM, BN, BK, ONE, PREC)
+            term, sigmoid = _softplus(level[:, None] - tile)
             terms += tl.sum(tl.where(positive, term, 0.0), 1)
             pull += tl.sum(tl.where(positive, sigmoid, 0.0), 1)
-            count += here
+            count += tl.sum(positive.to(tl.int32), 1)
     poison = inv_x * 0.0  # NaN for a row with NaN or Inf: it makes the loss and every gradient NaN
     if SELF == 0:
         poison += poison_of(z_stats, M, program, programs)
@@ -147,7 +181,7 @@ def _forward_kernel(
     mine = rows < N
     if SPLITS > 1:
         tl.store(partial_ptr + program * BM + tl.arange(0, BM), pull)
-        last = arrive(counter_ptr + 2 + block, SPLITS)
+        last = arrive(counter_ptr + 1 + block, SPLITS)
         if last:
             at = (block * SPLITS + tl.arange(0, SPLITS))[:, None] * BM + tl.arange(0, BM)[None, :]
             pull = tl.sum(tl.load(partial_ptr + at), 0)
@@ -156,7 +190,7 @@ def _forward_kernel(
     if arrive(counter_ptr, programs):
         term_sum = total(sums_ptr, programs)
         per_pair = 1.0 / tl.maximum(total(sums_ptr + programs, programs), 1.0) + term_sum * 0.0
-        tl.store(scale_ptr, per_pair * (slope * _LN2))
+        tl.store(room_ptr + at_scale, per_pair * (slope * _LN2))
         tl.store(loss_ptr, (term_sum * per_pair).to(tl.float32))
 
 
@@ -166,111 +200,102 @@ def _softplus(v):
 
     The logarithm is 2·atanh(e / (2 + e)) as a series (next term 1e-8): log2(1 + e) would lose what 1 + e rounds off.
     """
-    e = tl.exp2(-tl.abs(v))
-    t = e / (2.0 + e)
+    e = power(-tl.abs(v))
+    t = e * inverse(2.0 + e)
     s = t * t
     series = 1.0 + s * (1 / 3 + s * (1 / 5 + s * (1 / 7 + s * (1 / 9 + s * (1 / 11 + s * (1 / 13))))))
-    return tl.maximum(v, 0.0) * _LN2 + 2.0 * t * series, tl.where(v >= 0, 1.0, e) / (1.0 + e)
+    return tl.maximum(v, 0.0) * _LN2 + 2.0 * t * series, tl.where(v >= 0, 1.0, e) * inverse(1.0 + e)
 
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr, x_ptr, label_ptr, x_stats, z_ptr, z_label_ptr, z_stats, scale_ptr, counter_ptr, partial_ptr, out_ptr,
-    N, M, D, slope,
-    SELF: tl.constexpr, ROW_ANCHOR: tl.constexpr, COL_ANCHOR: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DC: tl.constexpr, PREC: tl.constexpr,
+    grad_ptr, x_ptr, label_ptr, z_ptr, z_label_ptr, room_ptr, out_ptr,
+    N, M, D, at_x, at_z, at_scale, at_counters, at_partial, slope,
+    SELF: tl.constexpr, FLAT: tl.constexpr, ROW_ANCHOR: tl.constexpr, COL_ANCHOR: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, DC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the rows: sum_j W_ij y_j without its part along y_i, over the length. Builds W again."""
+    x_stats, z_stats = floats(room_ptr, at_x), floats(room_ptr, at_z)
     chunk, split = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS % SPLITS
     block = tl.program_id(0) // (CHUNKS * SPLITS)
     rows = block * BM + tl.arange(0, BM)
     at_d = chunk * DC
     inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
     label = tl.load(label_ptr + rows, mask=rows < N, other=0)
-    per_pair = tl.load(grad_ptr).to(tl.float32) * tl.load(scale_ptr).to(tl.float32)
-    if ROW_ANCHOR:
-        top_x = tl.load(x_stats + N + rows, mask=rows < N, other=0.0)
-        mass_x = tl.load(x_stats + 2 * N + rows, mask=rows < N, other=1.0)
-        push_x = tl.load(x_stats + 3 * N + rows, mask=rows < N, other=0.0) * per_pair
+    per_pair = tl.load(grad_ptr).to(tl.float32) * tl.load(room_ptr + at_scale).to(tl.float32)
+    top_x = tl.load(x_stats + N + rows, mask=rows < N, other=0.0)
+    mass_x = tl.load(x_stats + 2 * N + rows, mask=rows < N, other=1.0)
+    push_x = tl.load(x_stats + 3 * N + rows, mask=rows < N, other=0.0) * per_pair
     sums, along = tl.zeros([BM, DC], tl.float32), tl.zeros([BM], tl.float32)
+    x = ready_rows(x_ptr, rows, N, inv_x, D, 0, BK)
     share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
     for first in range(split * share, tl.minimum(split * share + share, M), BN):
         columns = first + tl.arange(0, BN)
         inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
-        same = label[:, None] == tl.load(z_label_ptr + columns, mask=columns < M, other=0)[None, :]
-        tile = cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
-        logits = tile * slope
+        label_z = tl.load(z_label_ptr + columns, mask=columns < M, other=0)
+        push_z = tl.load(z_stats + 3 * M + columns, mask=columns < M, other=0.0) * per_pair
+        z = load_rows(z_ptr, columns, M, D, 0, BK)
+        tile = cosines(x, x_ptr, rows, N, inv_x, slope, z, z_ptr, columns, M, inv_z, D, BM, BN, BK, ONE, PREC)
+        if FLAT:
+            by_row = power(tile - slope)
+            by_column = by_row
+        else:
+            top_z = tl.load(z_stats + M + columns, mask=columns < M, other=0.0)
+            by_row, by_column = power(tile - top_x[:, None]), power(tile - top_z[None, :])
+        # Rows and columns that are not there have rows of 0 and no push. An anchor without negatives has no push either,
+        # but infinite powers where top is _NONE.
         weight = tl.zeros([BM, BN], tl.float32)
         if ROW_ANCHOR:
-            weight += tl.exp2(logits - top_x[:, None]) * push_x[:, None]
+            weight += by_row * push_x[:, None]
         if COL_ANCHOR:
-            top_z = tl.load(z_stats + M + columns, mask=columns < M, other=0.0)
+            weight += by_column * push_z[None, :]
+        if not FLAT:
+            weight = tl.where(weight == weight, weight, 0.0)
+        if any_of(halves_equal(label, label_z)):  # most tiles of a large batch have no positive
             mass_z = tl.load(z_stats + 2 * M + columns, mask=columns < M, other=1.0)
-            push_z = tl.load(z_stats + 3 * M + columns, mask=columns < M, other=0.0) * per_pair
-            weight += tl.exp2(logits - top_z[None, :]) * push_z[None, :]
-        # An anchor without negatives gives NaN here; it has no pair of its own, but meets columns beyond M, labelled 0.
-        weight = tl.where((same == 0) & (columns < M)[None, :], weight, 0.0)
-        if tl.max(tl.max(same.to(tl.int32), 1), 0) > 0:  # most tiles of a large batch have no positive
+            positive = label[:, None] == label_z[None, :]
             sigmoids = tl.zeros([BM, BN], tl.float32)
             if ROW_ANCHOR:
-                sigmoids += mass_x[:, None] / (mass_x[:, None] + tl.exp2(logits - top_x[:, None]))
+                sigmoids += inverse(1.0 + by_row * inverse(mass_x)[:, None])
             if COL_ANCHOR:
-                sigmoids += mass_z[None, :] / (mass_z[None, :] + tl.exp2(logits - top_z[None, :]))
+                sigmoids += inverse(1.0 + by_column * inverse(mass_z)[None, :])
+            weight = tl.where(positive, sigmoids * -per_pair, weight)
             if SELF:
-                same &= rows[:, None] != columns[None, :]
-            weight = tl.where(same, sigmoids * -per_pair, weight)
-        sums, along = add_weighted(sums, along, weight, tile, z_ptr, columns, M, inv_z, D, at_d, DC, PREC)
+                weight = tl.where(rows[:, None] == columns[None, :], 0.0, weight)
+        sums, along = add_weighted(
+            sums, along, weight, tile / slope, z, z_ptr, columns, M, inv_z, D, at_d, CHUNKS, BK, DC, PREC
+        )
     finish_rows(
-        sums, along, x_ptr, rows, N, inv_x, D, at_d, block, split, chunk, per_pair * 0.0, counter_ptr, partial_ptr, out_ptr,
-        SPLITS, CHUNKS, BM, DC,
+        sums, along, x_ptr, rows, N, inv_x, D, at_d, block, split, chunk, per_pair * 0.0,
+        counters(room_ptr, at_counters), floats(room_ptr, at_partial), out_ptr, SPLITS, CHUNKS, BM, DC,
     )  # fmt: skip
 
 
-def _sizes(t: Tiles, rows: int) -> tuple[int, int]:
-    """Return the programs of the forward kernels and the float64 words of what they hand to each other."""
-    programs = t.row_blocks(rows) * t.splits
-    return programs, programs * (2 + (t.BM if t.splits > 1 else 0))
+def _plan(s: Shape) -> Plan:
+    t, slope = tiles(s.rows, s.others, s.width, s.dtype, s.tf32), math.log2(math.e) / s.settings[0]
+    programs, room = t.programs(s.rows), Room()
+    at_x = room.floats(4 * s.rows)
+    at_z = room.floats(4 * s.others) if s.reference_set else at_x
+    at_sums, at_scale, at_partial = room.doubles(2 * programs), room.doubles(1), room.floats(2 * programs * t.BM)
+    back = Backward(s, room, at_x, at_z, least=1 + t.row_blocks(s.rows))
+    sizes = (s.rows, s.others, s.width, at_x, at_z, at_sums, at_scale, at_partial, back.at_counters, slope)
+    side = {"SELF": not s.reference_set, "FLAT": slope <= _FLAT}
+    rows = {**side, "ROW_ANCHOR": True, "COL_ANCHOR": not s.reference_set}
+    return Plan(
+        forward=(
+            row_stats(s, at_x, at_z, back.at_counters, back.counters),
+            Launch(_against_kernel, programs, t, sizes, side),
+            Launch(_forward_kernel, programs, t, sizes, side),
+        ),
+        backward=back.launches(
+            _backward_kernel, (at_scale,), (slope,), rows, {**side, "ROW_ANCHOR": False, "COL_ANCHOR": True}
+        ),
+        room=room.words,
+    )
 
 
-def _buffers(rows: int, others: int, width: int, dtype: torch.dtype, reference_set: bool) -> Buffers:
-    """Four statistics a row; sums and partial statistics, a scale, a counter for all programs and one for each block."""
-    one, other = tiles(rows, others, width, dtype), tiles(others, rows, width, dtype)
-    blocks = max(one.blocks(rows, width), other.blocks(others, width))
-    return Buffers(stats=4 * (rows + others * reference_set), work=_sizes(one, rows)[1] + 2 + blocks)
-
-
-def _forward(batch: Batch, loss: Tensor) -> None:
-    x, z, slope = batch.rows, batch.others, math.log2(math.e) / batch.settings[0]
-    t = tiles(x.count, z.count, x.width, x.dtype, tf32=bool(batch.settings[1]))
-    programs, words = _sizes(t, x.count)
-    partial, scale, counters = batch.work[2 * programs :].view(torch.float32), batch.work[words:], batch.work[words + 1 :]
-    row_stats(x.emb, x.stats, counters)
-    if not batch.self_mode:
-        row_stats(z.emb, z.stats, None)
-    counters = counters.view(torch.int32)
-    sides, sizes = (*x.arguments, *z.arguments), (x.count, z.count, x.width, slope)
-    launch(_against_kernel, programs, t, *sides, partial, counters[2:], *sizes)
-    launch(
-        _forward_kernel, programs, t, *sides, batch.work, partial, scale, counters, loss, *sizes,
-        SELF=batch.self_mode,
-    )  # fmt: skip
-
-
-def _backward(batch: Batch, grad: Tensor, x: Side, z: Side) -> Tensor:
-    tf32, slope = bool(batch.settings[1]), math.log2(math.e) / batch.settings[0]
-    words = _sizes(tiles(batch.rows.count, batch.others.count, x.width, x.dtype), batch.rows.count)[1]
-    t = tiles(x.count, z.count, x.width, x.dtype, tf32=tf32)
-    out, partial = torch.empty_like(x.emb), t.partial(x.emb)
-    scale, counters = batch.work[words:], batch.work[words + 2 :].view(torch.int32)
-    launch(
-        _backward_kernel, t.blocks(x.count, x.width) * t.splits, t, grad, *x.arguments, *z.arguments, scale, counters,
-        partial, out, x.count, z.count, x.width, slope, SELF=batch.self_mode,
-        ROW_ANCHOR=x is batch.rows, COL_ANCHOR=z is batch.rows, CHUNKS=t.chunks(x.width),
-    )  # fmt: skip
-    return out
-
-
-register("ntxent", Kernels(_buffers, _forward, _backward))
+register("ntxent", _plan)
 
 
 def ntxent_loss(

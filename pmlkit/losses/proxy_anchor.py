@@ -21,11 +21,27 @@ import triton.language as tl
 from torch import Tensor
 
 from pmlkit.errors import PmlkitError
-from pmlkit.losses.fused import Batch, Buffers, Kernels, Side, fusable, fused_loss, register
+from pmlkit.losses.fused import fusable, fused_loss, register
+from pmlkit.losses.launch import Backward, Launch, Plan, Room, Shape
 from pmlkit.losses.module import FusedLoss, check_rows
 from pmlkit.losses.rows import tied, unit_rows
-from pmlkit.losses.tiles import add_weighted, arrive, cosines, finish_rows, load_rows, row_stats, total, unit
-from pmlkit.losses.tiling import Tiles, launch, tiles
+from pmlkit.losses.tiles import (
+    add_weighted,
+    any_of,
+    arrive,
+    cosines,
+    counters,
+    finish_rows,
+    floats,
+    load_rows,
+    power,
+    power_of_two,
+    ready_rows,
+    row_stats,
+    total,
+    unit,
+)
+from pmlkit.losses.tiling import tiles
 
 
 def reference(emb_ND: Tensor, labels_N: Tensor, proxies_CD: Tensor, *, margin: float = 0.1, alpha: float = 32) -> Tensor:
@@ -60,17 +76,19 @@ _LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453
 
 @triton.jit
 def _forward_kernel(
-    proxy_ptr, proxy_stats, emb_ptr, emb_stats, label_ptr,
-    sums_ptr, scale_ptr, counter_ptr, factor_ptr, partial_ptr, loss_ptr,
-    C, N, D, margin, alpha,
+    emb_ptr, label_ptr, proxy_ptr, proxy_label_ptr, room_ptr, loss_ptr,
+    N, C, D, at_rows, at_proxies, at_sums, at_scale, at_factors, at_partial, at_counters, margin, alpha,
     SHIFT: tl.constexpr, SPLITS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Sum the exponentials of every proxy; its last program takes the logarithms, the last of all divides. Reads N·C/BM rows.
 
     A pair is pulled or pushed, so one exponential does: exp2 of its cosine times alpha·log2(e), minus for pulled ones. The
     margin comes in afterwards. With SHIFT the largest exponent so far, rounded up, is taken off: any alpha is safe.
     """
+    emb_stats, proxy_stats, factor_ptr = floats(room_ptr, at_rows), floats(room_ptr, at_proxies), floats(room_ptr, at_factors)
+    sums_ptr, scale_ptr = room_ptr + at_sums, room_ptr + at_scale
+    counter_ptr, partial_ptr = counters(room_ptr, at_counters), floats(room_ptr, at_partial)
     program, block = tl.program_id(0), tl.program_id(0) // SPLITS
     blocks = tl.num_programs(0) // SPLITS
     inside = tl.arange(0, BM)
@@ -83,26 +101,35 @@ def _forward_kernel(
         top_pull -= tl.ceil(tl.abs(steep) * 1.01)
     top_push = top_pull
     poison = tl.zeros([BN], tl.float32)
+    q = ready_rows(proxy_ptr, classes, C, inv_q, D, 0, BK)
     share = tl.cdiv(tl.cdiv(N, BN), SPLITS) * BN
     begin = program % SPLITS * share
     for first in range(begin, tl.minimum(begin + share, N), BN):
         rows = first + tl.arange(0, BN)
         inv_y = tl.load(emb_stats + rows, mask=rows < N, other=1.0)
         label = tl.load(label_ptr + rows, mask=rows < N, other=-1)
-        poison += tl.where((rows < N) & ((label < 0) | (label >= C)), float("nan"), inv_y * 0.0)
-        tile = _cosines(proxy_ptr, classes, C, inv_q, emb_ptr, rows, N, inv_y, D, BM, BN, BK, PREC)
-        own = classes[:, None] == label[None, :]
-        power = tl.where(own, -steep, steep) * tile
-        other = (rows < N)[None, :] & (own == 0)
+        strange = (label < 0) | (label >= C)
+        poison += tl.where((rows < N) & strange, float("nan"), inv_y * 0.0)
+        label = tl.where(strange, -1, label)  # so that 32 bits hold it
+        y = load_rows(emb_ptr, rows, N, D, 0, BK)
+        tile = _cosines(q, proxy_ptr, classes, C, inv_q, steep, y, emb_ptr, rows, N, inv_y, D, BM, BN, BK, ONE, PREC)
+        own = classes[:, None] == label.to(tl.int32)[None, :]
         if SHIFT:
+            power_of = tl.where(own, -tile, tile)
+            other = (rows < N)[None, :] & (own == 0)
             old_pull, old_push = top_pull, top_push
-            top_pull = tl.maximum(top_pull, tl.ceil(tl.max(tl.where(own, power, top_pull[:, None]), 1)))
-            top_push = tl.maximum(top_push, tl.ceil(tl.max(tl.where(other, power, top_push[:, None]), 1)))
-            pulled, pushed = pulled * tl.exp2(old_pull - top_pull), pushed * tl.exp2(old_push - top_push)
-            power -= tl.where(own, top_pull[:, None], top_push[:, None])
-        grown = tl.exp2(power)
-        pulled += tl.sum(tl.where(own, grown, 0.0), 1)
-        pushed += tl.sum(tl.where(other, grown, 0.0), 1)
+            top_pull = tl.maximum(top_pull, tl.ceil(tl.max(tl.where(own, power_of, top_pull[:, None]), 1)))
+            top_push = tl.maximum(top_push, tl.ceil(tl.max(tl.where(other, power_of, top_push[:, None]), 1)))
+            pulled, pushed = pulled * power(old_pull - top_pull), pushed * power(old_push - top_push)
+            grown = power(power_of - tl.where(own, top_pull[:, None], top_push[:, None]))
+            pulled += tl.sum(tl.where(own, grown, 0.0), 1)
+            pushed += tl.sum(tl.where(other, grown, 0.0), 1)
+        else:
+            grown = power(tile + tl.where(rows < N, 0.0, float("-inf"))[None, :])
+            if any_of(own):
+                pulled += tl.sum(tl.where(own, power(-tile), 0.0), 1)
+                grown = tl.where(own, 0.0, grown)
+            pushed += tl.sum(grown, 1)
     place = partial_ptr + program.to(tl.int64) * 4 * BM + inside
     tl.store(place, pulled)
     tl.store(place + BM, top_pull)
@@ -156,12 +183,14 @@ def _logarithm(place, margin, alpha, SPLITS: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr, x_ptr, x_stats, z_ptr, z_stats, label_ptr, scale_ptr, factor_ptr, counter_ptr, partial_ptr, out_ptr,
-    N, M, D, alpha,
+    grad_ptr, x_ptr, x_label_ptr, z_ptr, z_label_ptr, room_ptr, out_ptr,
+    N, M, D, at_x, at_z, at_scale, at_factors, at_counters, at_partial, alpha,
     PROXIES: tl.constexpr, SHIFT: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DC: tl.constexpr, PREC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, DC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the proxies against the rows, or of the rows against the proxies. Builds W again."""
+    x_stats, z_stats, factor_ptr = floats(room_ptr, at_x), floats(room_ptr, at_z), floats(room_ptr, at_factors)
+    scale_ptr = room_ptr + at_scale
     chunk, split = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS % SPLITS
     block = tl.program_id(0) // (CHUNKS * SPLITS)
     rows = block * BM + tl.arange(0, BM)
@@ -171,100 +200,104 @@ def _backward_kernel(
     grad = tl.load(grad_ptr).to(tl.float32)
     per_pull, per_push = grad * tl.load(scale_ptr).to(tl.float32), grad * tl.load(scale_ptr + 1).to(tl.float32)
     sums, along = tl.zeros([BM, DC], tl.float32), tl.zeros([BM], tl.float32)
+    x = ready_rows(x_ptr, rows, N, inv_x, D, 0, BK)
     share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
     for first in range(split * share, tl.minimum(split * share + share, M), BN):
         columns = first + tl.arange(0, BN)
         inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
-        tile = _cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
+        z = load_rows(z_ptr, columns, M, D, 0, BK)
+        tile = _cosines(x, x_ptr, rows, N, inv_x, steep, z, z_ptr, columns, M, inv_z, D, BM, BN, BK, ONE, PREC)
         if PROXIES:
             classes, C = rows[:, None], N
-            own = classes == tl.load(label_ptr + columns, mask=columns < M, other=-1)[None, :]
+            own = classes == tl.load(z_label_ptr + columns, mask=columns < M, other=-1).to(tl.int32)[None, :]
         else:
             classes, C = columns[None, :], M
-            own = classes == tl.load(label_ptr + rows, mask=rows < N, other=-1)[:, None]
+            own = classes == tl.load(x_label_ptr + rows, mask=rows < N, other=-1).to(tl.int32)[:, None]
         pull = -per_pull * tl.load(factor_ptr + classes, mask=classes < C, other=0.0)
         push = per_push * tl.load(factor_ptr + C + classes, mask=classes < C, other=0.0)
-        power = tl.where(own, -steep, steep) * tile
         if SHIFT:
             top_pull = tl.load(factor_ptr + 2 * C + classes, mask=classes < C, other=0.0)
-            power -= tl.where(own, top_pull, tl.load(factor_ptr + 3 * C + classes, mask=classes < C, other=0.0))
-        weight = tl.where(own, pull, push) * tl.exp2(power)
-        if SHIFT:  # columns that are not there have a power of up to +146, and infinity times 0 is NaN
+            top_push = tl.load(factor_ptr + 3 * C + classes, mask=classes < C, other=0.0)
+            weight = tl.where(own, pull, push) * power(tl.where(own, -tile - top_pull, tile - top_push))
+            # Columns that are not there have a power of up to +146, and infinity times 0 is NaN.
             weight = tl.where((columns < M)[None, :] & (tl.where(own, pull, push) != 0), weight, 0.0)
-        sums, along = _add(sums, along, weight, tile, x_ptr, z_ptr, columns, M, inv_z, D, at_d, DC, PREC)
+        else:
+            weight = push * power(tile)
+            if any_of(own):
+                weight = tl.where(own, pull * power(-tile), weight)
+        sums, along = _add(
+            sums, along, weight, tile / steep, z, x_ptr, z_ptr, columns, M, inv_z, D, at_d, CHUNKS, BK, DC, PREC
+        )  # fmt: skip
     finish_rows(
         sums, along, x_ptr, rows, N, inv_x, D, at_d, block, split, chunk, per_push * 0.0,
-        counter_ptr, partial_ptr, out_ptr, SPLITS, CHUNKS, BM, DC,
+        counters(room_ptr, at_counters), floats(room_ptr, at_partial), out_ptr, SPLITS, CHUNKS, BM, DC,
     )  # fmt: skip
 
 
 @triton.jit
-def _halves(y, like_ptr):
+def _halves(y, kind):
     """Return two half-precision parts whose sum is y to 16 digits (bfloat16) or 22 (float16)."""
-    high = y.to(like_ptr.dtype.element_ty)
-    return high, (y - high.to(tl.float32)).to(like_ptr.dtype.element_ty)
+    high = y.to(kind)
+    return high, (y - high.to(tl.float32)).to(kind)
 
 
 @triton.jit
 def _cosines(
-    x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+    x, x_ptr, rows, N, inv_x, steep, z, z_ptr, columns, M, inv_z, D,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Return <y_i, z_j> of a tile, also of half-precision rows with float32 ones: those are made unit rows in two halves."""
+    """As `cosines` with the factor `steep`, also of half-precision rows with float32 ones, made unit rows in two halves."""
     if x_ptr.dtype.element_ty == z_ptr.dtype.element_ty:
-        tile = cosines(x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D, BM, BN, BK, PREC)
+        tile = cosines(x, x_ptr, rows, N, inv_x, steep, z, z_ptr, columns, M, inv_z, D, BM, BN, BK, ONE, PREC)
     else:
-        tile = tl.zeros([BM, BN], tl.float32)
-        for k in range(0, D, BK):
-            x, z = load_rows(x_ptr, rows, N, D, k, BK), load_rows(z_ptr, columns, M, D, k, BK)
-            if x_ptr.dtype.element_ty == tl.float32:
-                high, low = _halves(unit(x, inv_x), z_ptr)
-                tile = tl.dot(low, tl.trans(z), tl.dot(high, tl.trans(z), tile))
-            else:
-                high, low = _halves(unit(z, inv_z), x_ptr)
-                tile = tl.dot(x, tl.trans(low), tl.dot(x, tl.trans(high), tile))
-        tile = tile * inv_z[None, :] if x_ptr.dtype.element_ty == tl.float32 else tile * inv_x[:, None]
+        tile = _in_halves(x, z, inv_z, tl.zeros([BM, BN], tl.float32))
+        if not ONE:
+            for k in range(BK, D, BK):
+                x = ready_rows(x_ptr, rows, N, inv_x, D, k, BK)
+                tile = _in_halves(x, load_rows(z_ptr, columns, M, D, k, BK), inv_z, tile)
+        if x_ptr.dtype.element_ty == tl.float32:
+            tile = tile * (inv_z * steep)[None, :]
+        elif x_ptr.dtype.element_ty == tl.bfloat16:
+            tile = tile * (inv_x / power_of_two(inv_x) * steep)[:, None]
+        else:
+            tile = tile * (inv_x * steep)[:, None]
     return tile
 
 
 @triton.jit
-def _add(sums, along, weight, tile, x_ptr, z_ptr, columns, M, inv_z, D, at_d, DC: tl.constexpr, PREC: tl.constexpr):
+def _in_halves(x, z, inv_z, tile):
+    if x.dtype == tl.float32:
+        high, low = _halves(x, z.dtype)  # pyright: ignore[reportGeneralTypeIssues]
+        return tl.dot(low, tl.trans(z), tl.dot(high, tl.trans(z), tile))
+    else:
+        high, low = _halves(unit(z, inv_z), x.dtype)  # pyright: ignore[reportGeneralTypeIssues]
+        return tl.dot(x, tl.trans(low), tl.dot(x, tl.trans(high), tile))
+
+
+@triton.jit
+def _add(
+    sums, along, weight, tile, z, x_ptr, z_ptr, columns, M, inv_z, D, at_d,
+    CHUNKS: tl.constexpr, BK: tl.constexpr, DC: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """As add_weighted; what is float32 beside bfloat16 goes in two halves: proxies, or the weights of their gradient."""
-    z = load_rows(z_ptr, columns, M, D, at_d, DC)
+    if CHUNKS > 1 or BK != DC:  # else it is what was multiplied before
+        z = load_rows(z_ptr, columns, M, D, at_d, DC)
     if (x_ptr.dtype.element_ty == tl.bfloat16) & (z_ptr.dtype.element_ty == tl.float32):
-        high, low = _halves(unit(z, inv_z), x_ptr)
+        high, low = _halves(unit(z, inv_z), tl.bfloat16)  # pyright: ignore[reportGeneralTypeIssues]
         scaled = weight.to(tl.bfloat16)
         sums = tl.dot(scaled, low, tl.dot(scaled, high, sums))
-        along += tl.sum(scaled.to(tl.float32) * tile, 1)  # rounded like the sums, so that the difference keeps its digits
+        if CHUNKS > 1:
+            along += tl.sum(scaled.to(tl.float32) * tile, 1)  # rounded like the sums, so that the difference keeps its digits
     elif (x_ptr.dtype.element_ty == tl.float32) & (z_ptr.dtype.element_ty == tl.bfloat16):
-        high, low = _halves(weight * inv_z[None, :], z_ptr)
+        high, low = _halves(weight * inv_z[None, :], tl.bfloat16)  # pyright: ignore[reportGeneralTypeIssues]
         sums = tl.dot(low, z, tl.dot(high, z, sums))
-        along += tl.sum((high.to(tl.float32) + low.to(tl.float32)) * tile * (1.0 / inv_z)[None, :], 1)
+        if CHUNKS > 1:
+            along += tl.sum((high.to(tl.float32) + low.to(tl.float32)) * tile * (1.0 / inv_z)[None, :], 1)
     else:
-        sums, along = add_weighted(sums, along, weight, tile, z_ptr, columns, M, inv_z, D, at_d, DC, PREC)
+        sums, along = add_weighted(  # pyright: ignore[reportGeneralTypeIssues]
+            sums, along, weight, tile, z, z_ptr, columns, M, inv_z, D, at_d, CHUNKS, BK, DC, PREC
+        )  # fmt: skip
     return sums, along
-
-
-def _plan(rows: int, proxies: int, width: int, dtype: torch.dtype, tf32: bool = False) -> tuple[Tiles, list[int]]:
-    """Return the tiles of the forward pass and how many words of 8 bytes its parts have.
-
-    Three sums a block of proxies, two scales, counters of 4 bytes, four float32 numbers a proxy, four more a program.
-    """
-    t, back = tiles(proxies, rows, width, dtype, tf32), tiles(rows, proxies, width, dtype)
-    blocks = t.row_blocks(proxies)
-    counters = max(blocks + 1, t.blocks(proxies, width), back.blocks(rows, width))
-    return t, [3 * blocks, 2, counters // 2 + 1, 2 * proxies, 2 * blocks * t.splits * t.BM]
-
-
-def _buffers(rows: int, others: int, width: int, dtype: torch.dtype, reference_set: bool) -> Buffers:
-    # The type of the proxies is not known here: room for both cases of `_wide`.
-    words = max(sum(_plan(rows, others, width, kind)[1]) for kind in (dtype, torch.float32))
-    return Buffers(stats=2 * (rows + others), work=words)
-
-
-def _wide(batch: Batch) -> torch.dtype:
-    """Return the type that tiles are chosen for: float32 for half-precision rows with float32 proxies."""
-    return torch.promote_types(batch.rows.dtype, batch.others.dtype)
 
 
 def _shifted(alpha: float, margin: float) -> bool:
@@ -272,36 +305,28 @@ def _shifted(alpha: float, margin: float) -> bool:
     return abs(alpha) * (1 + abs(margin)) > 44
 
 
-def _forward(batch: Batch, loss: Tensor) -> None:
-    rows, proxies = batch.rows, batch.others
-    margin, alpha, tf32 = batch.settings
-    t, sizes = _plan(rows.count, proxies.count, rows.width, _wide(batch), bool(tf32))
-    sums, scale, counters, factors, partial = batch.work[: sum(sizes)].split(sizes)
-    row_stats(rows.emb, rows.stats, counters)
-    row_stats(proxies.emb, proxies.stats, None)
-    launch(
-        _forward_kernel, t.row_blocks(proxies.count) * t.splits, t,
-        proxies.emb, proxies.stats, rows.emb, rows.stats, rows.labels,
-        sums, scale, counters.view(torch.int32), factors.view(torch.float32), partial.view(torch.float32), loss,
-        proxies.count, rows.count, rows.width, margin, alpha, SHIFT=_shifted(alpha, margin),
-    )  # fmt: skip
+def _plan(s: Shape) -> Plan:
+    margin, alpha = s.settings
+    t, room = tiles(s.others, s.rows, s.width, s.wide, s.tf32), Room()
+    blocks, programs = t.row_blocks(s.others), t.programs(s.others)
+    at_rows, at_proxies, at_sums = room.floats(2 * s.rows), room.floats(2 * s.others), room.doubles(3 * blocks)
+    at_scale, at_factors, at_partial = room.doubles(2), room.floats(4 * s.others), room.floats(4 * programs * t.BM)
+    back = Backward(s, room, at_rows, at_proxies, least=1 + blocks)
+    places = (at_rows, at_proxies, at_sums, at_scale, at_factors, at_partial, back.at_counters)
+    shift = {"SHIFT": _shifted(alpha, margin)}
+    return Plan(
+        forward=(
+            row_stats(s, at_rows, at_proxies, back.at_counters, back.counters),
+            Launch(_forward_kernel, programs, t, (s.rows, s.others, s.width, *places, margin, alpha), shift),
+        ),
+        backward=back.launches(
+            _backward_kernel, (at_scale, at_factors), (alpha,), {**shift, "PROXIES": False}, {**shift, "PROXIES": True}
+        ),
+        room=room.words,
+    )
 
 
-def _backward(batch: Batch, grad: Tensor, x: Side, z: Side) -> Tensor:
-    margin, alpha, tf32 = batch.settings
-    _, sizes = _plan(batch.rows.count, batch.others.count, x.width, _wide(batch))
-    _, scale, counters, factors, _ = batch.work[: sum(sizes)].split(sizes)
-    t = tiles(x.count, z.count, x.width, _wide(batch), bool(tf32))
-    out, partial = torch.empty_like(x.emb), t.partial(x.emb)
-    launch(
-        _backward_kernel, t.blocks(x.count, x.width) * t.splits, t, grad, x.emb, x.stats, z.emb, z.stats, batch.rows.labels,
-        scale, factors.view(torch.float32), counters.view(torch.int32), partial, out, x.count, z.count, x.width, alpha,
-        PROXIES=x is batch.others, SHIFT=_shifted(alpha, margin), CHUNKS=t.chunks(x.width),
-    )  # fmt: skip
-    return out
-
-
-register("proxy_anchor", Kernels(_buffers, _forward, _backward, mixed=True))
+register("proxy_anchor", _plan, mixed=True)
 
 
 def proxy_anchor_loss(
@@ -315,7 +340,7 @@ def proxy_anchor_loss(
             f"{tuple(embeddings.shape)} on {embeddings.device}: same width and device needed"
         )
     if fusable(embeddings, proxies):
-        return fused_loss("proxy_anchor", embeddings, labels, proxies, None, [float(margin), float(alpha), float(tf32)])
+        return fused_loss("proxy_anchor", (float(margin), float(alpha)), tf32, embeddings, labels, proxies)
     return reference(embeddings, labels, proxies, margin=margin, alpha=alpha)
 
 

@@ -4,12 +4,79 @@ Half-precision rows are multiplied as they are, since a product of two of them i
 lengths afterwards; float32 rows are made unit rows first. Statistics of rows are float32: `inv` = 1 / max(length, 1e-12).
 """
 
-from typing import Any
+import os
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from pmlkit.losses.launch import Launch, Shape
+from pmlkit.losses.tiling import Tiles
+
+# Instructions that the interpreter does not know; the rest of Triton's own ex2, sqrt and rsqrt is for denormal numbers.
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+FAR = tl.constexpr(1e30)  # the squared distance of pairs that are not there
+
+
+@triton.jit
+def power(x):
+    """Return 2^x to 2 units in the last place, 0 below 2^-126."""
+    if _INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def square_root(x):
+    """Return the square root of numbers from 0, to 1 unit in the last place."""
+    if _INTERPRETED:
+        return tl.sqrt(x)
+    else:
+        return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def inverse_root(x):
+    """Return 1 / the square root of positive numbers, to 2 units in the last place."""
+    if _INTERPRETED:
+        return tl.rsqrt(x)
+    else:
+        return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def inverse(x):
+    """Return 1 / x to 1 unit in the last place; 0 of infinity."""
+    if _INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def any_of(mask):
+    """Return whether any of a tile of truths holds."""
+    if _INTERPRETED:
+        return tl.max(tl.max(mask.to(tl.int32), 1), 0) > 0
+    else:
+        return tl.reduce_or(mask, None)
+
+
+@triton.jit
+def edge(row, column, N, M, SELF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Return whether a tile has pairs that are not there, or rows with themselves."""
+    beyond = (row + BM > N) | (column + BN > M)
+    if SELF:
+        beyond |= (column < row + BM) & (column + BN > row)
+    return beyond
+
+
+@triton.jit
+def halves_equal(label, label_z):
+    """Return where the lower halves of labels are equal, [BM, BN]: wherever labels are, and hardly anywhere else."""
+    return label.to(tl.int32)[:, None] == label_z.to(tl.int32)[None, :]
 
 
 @triton.jit
@@ -28,38 +95,54 @@ def unit(x, inv):
 
 
 @triton.jit
+def ready_rows(x_ptr, rows, N, inv_x, D, k, BK: tl.constexpr):
+    """Return columns k to k + BK of rows as the left side of `cosines` takes them.
+
+    bfloat16 rows times a power of two near 1 / length, which is exact: products of raw rows beyond 1e18 would overflow.
+    """
+    x = load_rows(x_ptr, rows, N, D, k, BK)
+    if x_ptr.dtype.element_ty == tl.float32:
+        x = unit(x, inv_x)
+    elif x_ptr.dtype.element_ty == tl.bfloat16:
+        x = (x.to(tl.float32) * power_of_two(inv_x)[:, None]).to(tl.bfloat16)
+    return x
+
+
+@triton.jit
 def cosines(
-    x_ptr, rows, N, inv_x, z_ptr, columns, M, inv_z, D,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+    x, x_ptr, rows, N, inv_x, factor, z, z_ptr, columns, M, inv_z, D,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Return <y_i, z_j> of a tile in float32, [BM, BN]."""
-    tile = tl.zeros([BM, BN], tl.float32)
-    half: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
-    for k in range(0, D, BK):
-        x, z = load_rows(x_ptr, rows, N, D, k, BK), load_rows(z_ptr, columns, M, D, k, BK)
-        if half:
-            tile = tl.dot(x, tl.trans(z), tile)
-        else:
-            tile = tl.dot(unit(x, inv_x), tl.trans(unit(z, inv_z)), tile, input_precision=PREC)
-    if half:
-        tile = tile * inv_x[:, None] * inv_z[None, :]
-        if x_ptr.dtype.element_ty == tl.bfloat16:  # noqa: SIM102  (known when compiling; the inner one is not)
-            # Products of rows beyond 1e18 overflow. Rare, so it is a second look: nothing of it is in the common path.
-            if tl.minimum(tl.min(inv_x), tl.min(inv_z)) < 1e-15:
-                tile = tl.zeros([BM, BN], tl.float32)
-                two_x, two_z = _power_of_two(inv_x), _power_of_two(inv_z)
-                for k in range(0, D, BK):
-                    x = (load_rows(x_ptr, rows, N, D, k, BK) * two_x[:, None]).to(tl.bfloat16)
-                    z = (load_rows(z_ptr, columns, M, D, k, BK) * two_z[:, None]).to(tl.bfloat16)
-                    tile = tl.dot(x, tl.trans(z), tile)
-                tile = tile * (inv_x / two_x)[:, None] * (inv_z / two_z)[None, :]
+    """Return factor·<y_i, z_j> of a tile in float32, [BM, BN].
+
+    x: the first `ready_rows`, z: the first `load_rows` of the columns; with ONE they are all there is.
+    """
+    tile = _product(x, z, inv_z, tl.zeros([BM, BN], tl.float32), PREC)
+    if not ONE:
+        for k in range(BK, D, BK):
+            x = ready_rows(x_ptr, rows, N, inv_x, D, k, BK)
+            tile = _product(x, load_rows(z_ptr, columns, M, D, k, BK), inv_z, tile, PREC)
+    if x_ptr.dtype.element_ty == tl.bfloat16:
+        tile = tile * (inv_x / power_of_two(inv_x) * factor)[:, None] * inv_z[None, :]
+    elif x_ptr.dtype.element_ty == tl.float16:
+        tile = tile * (inv_x * factor)[:, None] * inv_z[None, :]
+    else:
+        tile = tile * factor
     return tile
 
 
 @triton.jit
-def _power_of_two(inv):
-    """Return a power of two near inv: rows times it stay exact in bfloat16."""
-    return tl.exp2(tl.floor(tl.log2(inv)))
+def _product(x, z, inv_z, tile, PREC: tl.constexpr):
+    if z.dtype == tl.float32:
+        return tl.dot(x, tl.trans(unit(z, inv_z)), tile, input_precision=PREC)
+    else:
+        return tl.dot(x, tl.trans(z), tile)
+
+
+@triton.jit
+def power_of_two(inv):
+    """Return a power of two near inv, 1 for a row of NaN or Inf."""
+    return tl.where(inv == inv, tl.exp2(tl.floor(tl.log2(inv))), 1.0)
 
 
 @triton.jit
@@ -106,13 +189,44 @@ def arrive(counter_ptr, parties):
 
 
 @triton.jit
-def row_stats_kernel(x_ptr, stats_ptr, zero_ptr, zeros, N, D, BM: tl.constexpr, BK: tl.constexpr, BZ: tl.constexpr):
-    """Write inv = 1 / max(length, 1e-12) and (inv · length)², 1 for all but shorter rows; clear `zeros` words at zero_ptr.
+def floats(room_ptr, place):
+    """Return a pointer to float32 numbers at a place, in words of 8 bytes, of the room."""
+    return (room_ptr + place).to(tl.pointer_type(tl.float32))
 
-    Reads 2·N·D, writes 2·N. Lengths are taken of rows over their largest value, so that squares neither overflow nor
-    vanish; NaN for a row with NaN or Inf.
+
+@triton.jit
+def counters(room_ptr, place):
+    """Return a pointer to counters of 32 bits at a place, in words of 8 bytes, of the room."""
+    return (room_ptr + place).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _row_stats_kernel(
+    x_ptr, x_label_ptr, z_ptr, z_label_ptr, room_ptr, loss_ptr, N, M, D, at_x, at_z, at_counters, zeros,
+    SETS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BZ: tl.constexpr,
+):  # fmt: skip
+    """Write the statistics of the rows and, of two sets, of the others; clear the counters. Reads 2·(N + M)·D numbers."""
+    program = tl.program_id(0)
+    words = program * BZ + tl.arange(0, BZ)
+    tl.store(counters(room_ptr, at_counters) + words, tl.zeros([BZ], tl.int32), mask=words < zeros)
+    if SETS == 1:
+        _row_stats(x_ptr, floats(room_ptr, at_x), program, N, D, BM, BK)
+    else:
+        blocks = tl.cdiv(N, BM)
+        if program < blocks:
+            _row_stats(x_ptr, floats(room_ptr, at_x), program, N, D, BM, BK)
+        else:
+            _row_stats(z_ptr, floats(room_ptr, at_z), program - blocks, M, D, BM, BK)
+
+
+@triton.jit
+def _row_stats(x_ptr, stats_ptr, block, N, D, BM: tl.constexpr, BK: tl.constexpr):
+    """Write inv = 1 / max(length, 1e-12) and (inv · length)², 1 for all but shorter rows.
+
+    Lengths are taken of rows over their largest value, so that squares neither overflow nor vanish; NaN for a row with
+    NaN or Inf.
     """
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    rows = block * BM + tl.arange(0, BM)
     top = tl.zeros([BM], tl.float32)
     poison = tl.zeros([BM], tl.float32)
     for k in range(0, D, BK):
@@ -130,8 +244,6 @@ def row_stats_kernel(x_ptr, stats_ptr, zero_ptr, zeros, N, D, BM: tl.constexpr, 
     tl.store(stats_ptr + rows, inv, mask=rows < N)
     short = length * 1e12
     tl.store(stats_ptr + N + rows, tl.where(length < 1e-12, short * short, 1.0), mask=rows < N)
-    words = tl.program_id(0) * BZ + tl.arange(0, BZ)
-    tl.store(zero_ptr + words, tl.zeros([BZ], tl.int32), mask=words < zeros)
 
 
 @triton.jit
@@ -156,23 +268,29 @@ def total(ptr, count):
 
 @triton.jit
 def add_weighted(
-    sums, along, weight, tile, z_ptr, columns, M, inv_z, D, at_d, DC: tl.constexpr, PREC: tl.constexpr
+    sums, along, weight, tile, z, z_ptr, columns, M, inv_z, D, at_d,
+    CHUNKS: tl.constexpr, BK: tl.constexpr, DC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Add sum_j weight_ij y_j to `sums` (gradient columns from at_d) and its part along y_i to `along`.
+    """Add sum_j weight_ij y_j to `sums` (gradient columns from at_d) and, of several chunks, its part along y_i to `along`.
 
-    Half-precision rows are multiplied as they are; the weight carries their lengths, and is rounded alike for both.
+    z: the first `load_rows` of BK columns. Half-precision rows are multiplied as they are; the weight carries their
+    lengths, and is rounded alike for both.
     """
-    z = load_rows(z_ptr, columns, M, D, at_d, DC)
+    if CHUNKS > 1 or BK != DC:  # else it is what was multiplied before
+        z = load_rows(z_ptr, columns, M, D, at_d, DC)
     if z_ptr.dtype.element_ty == tl.float32:
         sums = tl.dot(weight, unit(z, inv_z), sums, input_precision=PREC)
-        along += tl.sum(weight * tile, 1)
+        if CHUNKS > 1:
+            along += tl.sum(weight * tile, 1)
     elif z_ptr.dtype.element_ty == tl.bfloat16:
         scaled = (weight * inv_z[None, :]).to(tl.bfloat16)
         sums = tl.dot(scaled, z, sums)
-        along += tl.sum(scaled.to(tl.float32) * tile * (1.0 / inv_z)[None, :], 1)
+        if CHUNKS > 1:
+            along += tl.sum(scaled.to(tl.float32) * tile * (1.0 / inv_z)[None, :], 1)
     else:  # weights leave float16's range, so its rows, which TF32 holds exactly, go up instead
         sums = tl.dot(weight * inv_z[None, :], z.to(tl.float32), sums, input_precision="tf32x3")
-        along += tl.sum(weight * tile, 1)
+        if CHUNKS > 1:
+            along += tl.sum(weight * tile, 1)
     return sums, along
 
 
@@ -206,22 +324,21 @@ def _write_rows(
     sums, along, x_ptr, rows, N, inv_x, D, at_d, poison, out_ptr, CHUNKS: tl.constexpr, DC: tl.constexpr
 ):  # fmt: skip
     columns = at_d + tl.arange(0, DC)
-    y = unit(load_rows(x_ptr, rows, N, D, at_d, DC), inv_x)
+    mask = (rows < N)[:, None] & (columns < D)[None, :]
+    place = rows.to(tl.int64)[:, None] * D + columns[None, :]
+    # Not like any other load, or the compiler would keep the first one's rows in registers all along.
+    y = unit(tl.load(x_ptr + place, mask=mask, other=0.0, eviction_policy="evict_first"), inv_x)
     if CHUNKS == 1:  # all columns are here: the part along y of what was summed, so that its rounding cancels
         along = tl.sum(y * sums, 1) / tl.maximum(tl.sum(y * y, 1), 1e-30)
     gradient = tl.where((inv_x < 1e12)[:, None], (sums - y * along[:, None]) * inv_x[:, None], 0.0) + poison
-    mask = (rows < N)[:, None] & (columns < D)[None, :]
-    place = out_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
-    tl.store(place, gradient.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + place, gradient.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def row_stats(rows_ND: Tensor, stats: Tensor, counters: Tensor | None) -> None:
-    """Write inv and squared length of every row to `stats` (float32, 2·N), and zeros to `counters`."""
-    rows, width = rows_ND.shape
-    BK = min(128, triton.next_power_of_2(max(width, 16)))
-    blocks = triton.cdiv(rows, 32)
-    zeros = 0 if counters is None else 2 * counters.numel()
-    target = stats if counters is None else counters
-    BZ = triton.next_power_of_2(max(1, triton.cdiv(zeros, blocks)))
-    kernel: Any = row_stats_kernel  # whose call takes launch options that its type does not know
-    kernel[(blocks,)](rows_ND, stats, target.view(torch.int32), zeros, rows, width, BM=32, BK=BK, BZ=BZ, num_warps=4)
+def row_stats(shape: Shape, at_x: int, at_z: int, at_counters: int, zeros: int) -> Launch:
+    """Return the launch that writes inv and squared length of every row at_x, of reference rows at_z, and clears counters."""
+    widest = 1 << max(4, (shape.width - 1).bit_length())
+    sizes = Tiles(BM=32, BN=0, BK=min(128, widest), ONE=True, DC=0, splits=1, warps=4, stages=2, PREC="")
+    programs = sizes.row_blocks(shape.rows) + (sizes.row_blocks(shape.others) if shape.reference_set else 0)
+    each = 1 << max(0, -(-zeros // programs) - 1).bit_length()
+    numbers = (shape.rows, shape.others, shape.width, at_x, at_z, at_counters, zeros)
+    return Launch(_row_stats_kernel, programs, sizes, numbers, {"SETS": 1 + shape.reference_set, "BZ": each})

@@ -1,10 +1,8 @@
 """Tile choices of the fused losses, one small function, so that tests can ask it without a GPU."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -12,12 +10,13 @@ class Tiles:
     """How a kernel covers an N x M matrix of pairs whose rows have width D.
 
     BM, BN: rows and columns of a tile. BK: columns of the rows loaded at once. DC: gradient columns that one program
-    keeps. splits: programs that share a row block. PREC: arithmetic of float32 products.
+    keeps. ONE: whether BK covers the width. splits: programs that share a row block. PREC: arithmetic of float32 products.
     """
 
     BM: int
     BN: int
     BK: int
+    ONE: bool
     DC: int
     splits: int
     warps: int
@@ -36,19 +35,13 @@ class Tiles:
         """Return how many blocks of rows by gradient columns there are; each may have several programs."""
         return self.row_blocks(rows) * self.chunks(width)
 
-    def partial(self, emb_ND: Tensor) -> Tensor:
-        """Return room for what several programs of a block add up (DC sums and one more a row), empty for a single one."""
-        rows, width = emb_ND.shape
-        numbers = self.blocks(rows, width) * self.splits * self.BM * (self.DC + 1) if self.splits > 1 else 0
-        return torch.empty(numbers, dtype=torch.float32, device=emb_ND.device)
+    def programs(self, rows: int) -> int:
+        """Return how many programs cover the rows, each keeping all columns of its rows."""
+        return self.row_blocks(rows) * self.splits
 
-
-def launch(kernel: Any, programs: int, tiles: Tiles, *arguments: Any, **constants: Any) -> None:
-    """Start a kernel; its names of constants that `Tiles` has come from there."""
-    names = set(kernel.arg_names)
-    own = {name: getattr(tiles, name) for name in ("BM", "BN", "BK", "DC", "PREC") if name in names}
-    split = {"SPLITS": tiles.splits} if "SPLITS" in names else {}
-    kernel[(programs,)](*arguments, **own, **split, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
+    def partial(self, rows: int, width: int) -> int:
+        """Return how many numbers the programs of gradient blocks hand each other: DC sums and one more a row."""
+        return self.blocks(rows, width) * self.splits * self.BM * (self.DC + 1) if self.splits > 1 else 0
 
 
 _PROGRAMS = 264  # two for each of the 132 multiprocessors of an H100 or H200
@@ -79,7 +72,8 @@ def tiles(rows: int, others: int, width: int, dtype: torch.dtype, tf32: bool = F
     return Tiles(
         BM=BM,
         BN=BN,
-        BK=min(widest, 64 if dtype == torch.float32 else 128),
+        BK=min(widest, 128),
+        ONE=width <= 128,
         DC=DC,
         splits=splits,
         warps=8 if large else 4,
