@@ -68,10 +68,10 @@ def expand(campaign: Campaign, seed: int, rounds: range, cases: Collection[str] 
                 order += 1
 
 
-def loss_case(op: str, rows: int, precision: str) -> Case:
-    """Return the page's standard case: D = 128, 4 rows a class, 1,024 proxy classes."""
+def loss_case(op: str, rows: int, precision: str, **layout: int) -> Case:
+    """Return the page's standard case: D = 128, 4 rows a class, 1,024 proxy classes; layout: as `draw` takes it."""
     labels = {"C": 1024} if op == "proxy_anchor" else {"per_class": 4}
-    return Case(op=op, precision=precision, shape={"N": rows, "D": 128, **labels})
+    return Case(op=op, precision=precision, shape={"N": rows, "D": 128, **labels, **layout})
 
 
 _CPU_CASES = (
@@ -86,6 +86,20 @@ _PAGE_CASES = tuple(
     for rows in sizes
 )
 
+_LARGE_CASES = tuple(
+    loss_case(op, rows, precision) for op in LOSSES for precision in ("bf16", "fp32") for rows in (8192, 32768)
+)
+_ACTIVE_CASES = tuple(loss_case(op, 32768, precision, active=30) for op in LOSSES for precision in ("bf16", "fp32"))
+# spread 500: clusters as in a trained network; 21: distances of about 0.03 within a class
+_LAYOUTS: tuple[dict[str, int], ...] = ({}, {"spread": 500}, {"spread": 21}, {"copies": 2}, {"active": 30})
+_ANSWER_CASES = tuple(
+    loss_case(op, rows, precision, **layout)
+    for op in LOSSES
+    for precision in ("fp32", "bf16", "fp16")
+    for rows, layouts in ((512, _LAYOUTS), (2048, _LAYOUTS[:1]))
+    for layout in layouts
+)
+
 _CPU = Campaign(
     name="losses-cpu",
     question="How does pytorch-metric-learning 2.9.0 compare with plain closed forms on this machine's CPU?",
@@ -95,6 +109,26 @@ _CPU = Campaign(
     protocol=PROTOCOLS["pmlkit-cpu"],
     sentinel=(loss_case("contrastive", 512, "fp32"), subject("reference")),
 )
+
+_FUSED = Campaign(
+    name="losses",
+    question="The page's 20 configurations on one GPU: the fused losses against 2.9.0 and the compiled dense form.",
+    cases=_PAGE_CASES,
+    arms={
+        "pml": subject("pml-2.9.0"),
+        "pml-again": subject("pml-2.9.0"),
+        "compiled": subject("dense-compiled"),
+        "graph": subject("dense-graph"),
+        "fused": subject("pmlkit"),
+        "fused-graph": subject("pmlkit-graph"),
+        "floor": subject("floor"),
+    },
+    baseline="pml",
+    protocol=PROTOCOLS["pmlkit-five"],
+    sentinel=(loss_case("ntxent", 2048, "fp32"), subject("dense-graph")),
+)
+
+_ALONE = msgspec.structs.replace(subject("pmlkit"), process="")  # a process of its own: else the A/A control shares one
 
 CAMPAIGNS = {
     campaign.name: campaign
@@ -121,6 +155,45 @@ CAMPAIGNS = {
             baseline="pml",
             protocol=PROTOCOLS["pmlkit-short"],
             sentinel=(loss_case("ntxent", 2048, "fp32"), subject("dense-graph")),
+        ),
+        _FUSED,
+        msgspec.structs.replace(
+            _FUSED,
+            name="losses-large",
+            question="Large batches, random rows: the fused losses against 2.9.0 and the compiled dense form.",
+            cases=_LARGE_CASES,
+            arms={"fused": _ALONE, "fused-again": _ALONE, "compiled": subject("dense-compiled"), "pml": subject("pml-2.9.0")},
+            baseline="fused",
+            protocol=PROTOCOLS["pmlkit-large"],
+        ),
+        msgspec.structs.replace(
+            _FUSED,
+            name="losses-active",
+            question="The same at 32,768 rows of which 30 % of all pairs are within reach of the contrastive margin.",
+            cases=_ACTIVE_CASES,
+            arms={"fused": _ALONE, "fused-again": _ALONE, "compiled": subject("dense-compiled")},
+            baseline="fused",
+            protocol=PROTOCOLS["pmlkit-large"],
+        ),
+        msgspec.structs.replace(
+            _FUSED,
+            name="loss-gradients",
+            question="How far are value and gradient from float64, on random, clustered, copied and crowded rows?",
+            cases=_ANSWER_CASES,
+            arms={"fused": subject("pmlkit"), "pml": subject("pml-2.9.0")},
+            baseline="pml",
+            protocol=PROTOCOLS["pmlkit-answer"],
+            sentinel=None,
+        ),
+        msgspec.structs.replace(
+            _FUSED,
+            name="loss-capacity",
+            question="How many rows may a batch have on this GPU, up to 2^20?",
+            cases=tuple(loss_case(op, 2**20, precision) for op in LOSSES for precision in ("bf16", "fp32")),
+            arms={"fused": subject("pmlkit"), "pml": subject("pml-2.9.0"), "dense": subject("dense")},
+            baseline="pml",
+            protocol=PROTOCOLS["pmlkit-capacity"],
+            sentinel=None,
         ),
     )
 }

@@ -103,6 +103,17 @@ class Counters(Strict, kw_only=True):
     reason: str | None = None
 
 
+class Capacity(Strict, kw_only=True):
+    """How many rows a batch may have: the most of which a pair ran, and the fewest that failed, with the reason.
+
+    refused, reason: None if even the case's own number of rows ran.
+    """
+
+    largest: int
+    refused: int | None = None
+    reason: str | None = None
+
+
 class Conditions(Strict, kw_only=True):
     """What explains noise on one rank during the timed part: its start and its end, sm_mhz after every block too.
 
@@ -160,6 +171,7 @@ class Record(Strict, kw_only=True):
     memory: list[Memory] | None = None
     kernels: list[Kernels] | None = None
     counters: list[Counters] | None = None
+    capacity: Capacity | None = None
     work: Work | None = None
     conditions: list[Conditions] | None = None
     log_tail: str = ""

@@ -7,19 +7,19 @@ from statistics import median
 
 import torch
 
+from pmlkit.bench.capacity import find_capacity
 from pmlkit.bench.check import check_answer
 from pmlkit.bench.clocks import clock_for
 from pmlkit.bench.device import Monitor
 from pmlkit.bench.kernels import see_kernels
 from pmlkit.bench.memory import peak_memory
-from pmlkit.bench.outcome import Outcome, failure
+from pmlkit.bench.outcome import Outcome, failure, judge
 from pmlkit.bench.rotate import Rotating, flusher, sets_beyond_cache
 from pmlkit.bench.timing import Samples, time_phases, warm_up
 from pmlkit.campaign import Job
 from pmlkit.case import Case
 from pmlkit.errors import PmlkitError
 from pmlkit.losses.bind import Bound, LossInputs, make_inputs
-from pmlkit.record import Check
 
 _WINDOWS = 15  # fewer cannot tell a slope from chance: with five, tau is 0.6 in 23 % of steady series
 _TRIES = 4  # the first and three with more warm-up
@@ -29,9 +29,11 @@ def measure(job: Job, bind: Callable[[Case, LossInputs], Bound]) -> Outcome:
     """Return what was seen. Every failure becomes an outcome with a typed status."""
     outcome = Outcome(status="ok")
     try:
+        if job.protocol.seeks == "capacity":
+            return find_capacity(job, bind, forget)
         inputs = make_inputs(job.case, job.protocol.device)
         first = bind(job.case, inputs)
-        if not _right(outcome, check := check_answer(job.case, inputs, first), "before timing"):
+        if not judge(outcome, check := check_answer(job.case, inputs, first), "before timing"):
             return outcome
         outcome.check = check
         bound = _rotating(job, bind, first, inputs) if job.protocol.cache == "rotating" else first
@@ -41,7 +43,7 @@ def measure(job: Job, bind: Callable[[Case, LossInputs], Bound]) -> Outcome:
         after = check_answer(job.case, inputs, first)
         if not all(leaf.grad is not None and bool(torch.isfinite(leaf.grad).all()) for leaf in bound.leaves):
             after.rms_rel = None
-        if not _right(outcome, after, "after timing"):
+        if not judge(outcome, after, "after timing"):
             outcome.samples_ns = outcome.timer = None
             return outcome
         if job.protocol.device == "cuda":
@@ -62,15 +64,6 @@ def forget() -> None:
     if torch.cuda.is_initialized():
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-
-
-def _right(outcome: Outcome, check: Check, when: str) -> bool:
-    """Return whether the answer is right; if not, make the outcome say so."""
-    if not check.passed:
-        size = "is not finite" if check.rms_rel is None else f"differs by {check.rms_rel:.2e}, limit {check.limit:.0e}"
-        outcome.check, outcome.status = check, "wrong_result"
-        outcome.reason = f"the answer {size} {when} ({check.reference})"
-    return check.passed
 
 
 def _rotating(job: Job, bind: Callable[[Case, LossInputs], Bound], first: Bound, inputs: LossInputs) -> Rotating:

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from pmlkit.record import Check, Conditions, Flag, Kernels, Memory, Status, Timer
+from pmlkit.record import Capacity, Check, Conditions, Flag, Kernels, Memory, Status, Timer
 
 
 class Outcome(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -17,6 +17,7 @@ class Outcome(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     memory: list[Memory] | None = None
     kernels: list[Kernels] | None = None
     conditions: list[Conditions] | None = None
+    capacity: Capacity | None = None
 
 
 class Unsupported(Exception):
@@ -37,3 +38,12 @@ def failure(error: Exception) -> Outcome:
     if "captur" in text and isinstance(error, RuntimeError):
         return Outcome(status="graph_capture_failed", reason=text)
     return Outcome(status="error", reason=text)
+
+
+def judge(outcome: Outcome, check: Check, when: str) -> bool:
+    """Return whether the answer is right; if not, make the outcome say so."""
+    if not check.passed:
+        outcome.check = check
+        size = "is not finite" if check.rms_rel is None else f"differs by {check.rms_rel:.2e}, limit {check.limit:.0e}"
+        outcome.status, outcome.reason = "wrong_result", f"the answer {size} {when} ({check.reference})"
+    return check.passed

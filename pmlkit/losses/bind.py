@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pmlkit.case import Case
 from pmlkit.errors import PmlkitError
+from pmlkit.losses.draw import draw
 from pmlkit.precision import precision
 
 Triplets = tuple[Tensor, Tensor, Tensor]
@@ -79,25 +80,15 @@ class Bound:
 def make_inputs(case: Case, device: str = "cpu") -> LossInputs:
     """Return the inputs of `case`, the same numbers on every device and, up to rounding, in every format.
 
-    Shape N, D and either per_class (rows a class, in random order) or C (random labels and one proxy a class, drawn
-    like torch's kaiming_normal_ with fan_out, the start of ProxyAnchorLoss). Raises PmlkitError for other shapes and
-    for block-scaled formats.
+    Shapes are those of `draw`. Raises PmlkitError for others and for block-scaled formats.
     """
-    rows, width, classes, per_class = (case.shape.get(key, 0) for key in ("N", "D", "C", "per_class"))
     element = getattr(torch, precision(case.precision).element, None)
     if not isinstance(element, torch.dtype):
         raise PmlkitError(f"losses have no inputs in {case.precision!r}: use fp64, fp32, fp16 or bf16")
-    if width < 1 or bool(classes) == bool(per_class):
-        raise PmlkitError(f"shape {case.shape} of {case.op!r}: need N, D and exactly one of C and per_class")
-    generator = torch.Generator().manual_seed(case.seed)
-    emb_ND = torch.randn(rows, width, dtype=torch.float64, generator=generator)
-    if per_class:
-        labels_N = (torch.arange(rows) // per_class)[torch.randperm(rows, generator=generator)]
-        return LossInputs(_leaf(emb_ND, element, device), labels_N.to(device))
-    labels_N = torch.randint(classes, (rows,), generator=generator)
-    proxies_CD = torch.randn(classes, width, dtype=torch.float64, generator=generator) * (2 / classes) ** 0.5
-    wide = torch.promote_types(element, torch.float32)
-    return LossInputs(_leaf(emb_ND, element, device), labels_N.to(device), _leaf(proxies_CD, wide, device))
+    emb_ND, labels_N, proxies_CD = draw(case.shape, torch.Generator().manual_seed(case.seed))
+    if proxies_CD is not None:
+        proxies_CD = _leaf(proxies_CD, torch.promote_types(element, torch.float32), device)
+    return LossInputs(_leaf(emb_ND, element, device), labels_N.to(device), proxies_CD)
 
 
 def bind_reference(case: Case, inputs: LossInputs) -> Bound:
