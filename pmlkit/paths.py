@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 from pmlkit.errors import PmlkitError, nearest
@@ -56,7 +57,8 @@ def find_run(name: str) -> Path:
         return max((found[n] for n in live), key=started) if live else found["sample"]
     if name in found:
         return found[name]
-    committed = [n for n in found if n.startswith("h200/") and f"-{name.removeprefix('h200/')}-" in n]
+    campaign = name.removeprefix("h200/")  # a run id is time, campaign, six digits of the host
+    committed = [n for n in found if re.fullmatch(rf"h200/[^-]+-{re.escape(campaign)}-[^-]+", n)]
     if name.startswith("h200/") and committed:
         return max((found[n] for n in committed), key=started)
     if (Path(name) / "run.json").is_file():

@@ -30,7 +30,7 @@ def test_the_promised_notebooks_exist() -> None:
     """One notebook a question; the campaign is the only one that measures."""
     names = {path.stem for path in NOTEBOOKS}
     assert {"00_start_here", "10_run_campaign", "20_loss_versions", "21_moe_pipelines"} <= names
-    assert {"24_loss_pace", "30_roofline", "90_run_health"} <= names
+    assert {"22_loss_gradients", "23_loss_capacity", "24_loss_pace", "30_roofline", "90_run_health"} <= names
     assert {path.stem for path in NOTEBOOKS} - {path.stem for path in REPORTS} == {"10_run_campaign"}
 
 

@@ -50,6 +50,7 @@ def frame_records(run: Run, records: Iterable[Record]) -> pd.DataFrame:
             "op": record.op,
             "precision": record.precision,
             "N": record.shape.get("N"),
+            "layout": layout_name(record.shape),
             "label": record.arm,
             "subject": record.subject,
             "version": record.version,
@@ -61,6 +62,9 @@ def frame_records(run: Run, records: Iterable[Record]) -> pd.DataFrame:
             "wall_s": record.wall_s,
             "error": check.rms_rel if check else None,
             "limit": check.limit if check else None,
+            "largest": record.capacity.largest if record.capacity else None,
+            "refused": record.capacity.refused if record.capacity else None,
+            "refusal": (record.capacity.reason or "") if record.capacity else "",
         }
         for phase in registry.op(record.op).phases:
             row[f"{phase}_ms"] = iteration_ms(record, phase)
@@ -232,6 +236,13 @@ def frame_moe(records: Iterable[PublishedRecord]) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def layout_name(shape: dict[str, int]) -> str:
+    """Return how a case's rows are laid out: `random`, or what `draw` was asked for."""
+    words = {"spread": "clusters {:g} wide", "copies": "{:g} copies each", "active": "{:g} % of pairs near"}
+    amounts = {key: shape[key] / 1000 if key == "spread" else shape[key] for key in words if key in shape}
+    return ", ".join(words[key].format(amount) for key, amount in amounts.items()) or "random"
 
 
 def case_name(op: Any, precision: Any, rows: Any) -> str:
