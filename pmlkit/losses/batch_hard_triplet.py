@@ -38,9 +38,10 @@ from pmlkit.losses.tiles import (
     floats,
     halves_equal,
     load_rows,
+    pick,
     ready_rows,
     row_stats,
-    total,
+    totals,
     unit,
 )
 from pmlkit.losses.tiling import Tiles, tiles
@@ -225,8 +226,9 @@ def _judge(
     tl.store(sums_ptr + block, tl.sum(tl.where(active, violation, 0.0).to(tl.float64), 0) + poison)
     tl.store(sums_ptr + blocks + block, tl.sum(active.to(tl.float64), 0))
     if arrive(counter_ptr, blocks):
-        violations = total(sums_ptr, blocks)
-        scale = 1.0 / tl.maximum(total(sums_ptr + blocks, blocks), 1.0) + violations * 0.0
+        sums = totals(sums_ptr, blocks, 2)
+        violations = pick(sums, 0)
+        scale = 1.0 / tl.maximum(pick(sums, 1), 1.0) + violations * 0.0
         tl.store(scale_ptr, scale)
         tl.store(loss_ptr, (violations * scale).to(tl.float32))
 

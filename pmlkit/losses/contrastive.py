@@ -39,11 +39,12 @@ from pmlkit.losses.tiles import (
     halves_equal,
     inverse_root,
     load_rows,
+    pick,
     poison_of,
     ready_rows,
     row_stats,
     square_root,
-    total,
+    totals,
     unit,
     unit_column,
 )
@@ -154,8 +155,8 @@ def _forward_kernel(
     tl.store(sums_ptr + 2 * programs + program, tl.sum(pulls.to(tl.float64), 0))
     tl.store(sums_ptr + 3 * programs + program, tl.sum(pushes.to(tl.float64), 0))
     if arrive(counters(room_ptr, at_counters), programs):
-        pull_sum, pull_count = total(sums_ptr, programs), total(sums_ptr + 2 * programs, programs)
-        push_sum, push_count = total(sums_ptr + programs, programs), total(sums_ptr + 3 * programs, programs)
+        sums = totals(sums_ptr, programs, 4)
+        pull_sum, push_sum, pull_count, push_count = pick(sums, 0), pick(sums, 1), pick(sums, 2), pick(sums, 3)
         per_pull = 1.0 / tl.maximum(pull_count, 1.0) + pull_sum * 0.0
         per_push = 1.0 / tl.maximum(push_count, 1.0) + pull_sum * 0.0
         tl.store(scale_ptr, per_pull)

@@ -40,11 +40,12 @@ from pmlkit.losses.tiles import (
     halves_equal,
     inverse,
     load_rows,
+    pick,
     poison_of,
     power,
     ready_rows,
     row_stats,
-    total,
+    totals,
 )
 from pmlkit.losses.tiling import tiles
 
@@ -188,8 +189,9 @@ def _forward_kernel(
         mine &= last
     tl.store(x_stats + 3 * N + rows, pull / mass, mask=mine)
     if arrive(counter_ptr, programs):
-        term_sum = total(sums_ptr, programs)
-        per_pair = 1.0 / tl.maximum(total(sums_ptr + programs, programs), 1.0) + term_sum * 0.0
+        sums = totals(sums_ptr, programs, 2)
+        term_sum = pick(sums, 0)
+        per_pair = 1.0 / tl.maximum(pick(sums, 1), 1.0) + term_sum * 0.0
         tl.store(room_ptr + at_scale, per_pair * (slope * _LN2))
         tl.store(loss_ptr, (term_sum * per_pair).to(tl.float32))
 

@@ -34,11 +34,12 @@ from pmlkit.losses.tiles import (
     finish_rows,
     floats,
     load_rows,
+    pick,
     power,
     power_of_two,
     ready_rows,
     row_stats,
-    total,
+    totals,
     unit,
 )
 from pmlkit.losses.tiling import tiles
@@ -137,7 +138,7 @@ def _forward_kernel(
     tl.store(place + 2 * BM, pushed + inv_q * 0.0 + tl.sum(poison, 0))
     tl.store(place + 3 * BM, top_push)
     if arrive(counter_ptr + 1 + block, SPLITS):
-        place = partial_ptr + block.to(tl.int64) * SPLITS * 4 * BM + inside
+        place = partial_ptr + block.to(tl.int64) * SPLITS * 4 * BM
         pull, pull_factor, top_pull = _logarithm(place, margin, alpha, SPLITS, BM)
         push, push_factor, top_push = _logarithm(place + 2 * BM, margin, alpha, SPLITS, BM)
         wanted = classes < C
@@ -148,9 +149,11 @@ def _forward_kernel(
         tl.store(sums_ptr + block, tl.sum(tl.where(wanted, pull, 0.0), 0))
         tl.store(sums_ptr + blocks + block, tl.sum(tl.where(wanted, push, 0.0), 0))
         tl.store(sums_ptr + 2 * blocks + block, tl.sum((wanted & (pull > 0)).to(tl.float64), 0))
+        tl.store(sums_ptr + 3 * blocks + block, 0.0)
         if arrive(counter_ptr, blocks):
-            pulls, pushes = total(sums_ptr, blocks), total(sums_ptr + blocks, blocks)
-            per_pull = 1.0 / tl.maximum(total(sums_ptr + 2 * blocks, blocks), 1.0) + pushes * 0.0
+            sums = totals(sums_ptr, blocks, 4)  # the fourth is 0: Triton counts in powers of two
+            pulls, pushes = pick(sums, 0), pick(sums, 1)
+            per_pull = 1.0 / tl.maximum(pick(sums, 2), 1.0) + pushes * 0.0
             per_push = 1.0 / tl.cast(C, tl.float64) + pushes * 0.0
             tl.store(scale_ptr, per_pull * alpha)
             tl.store(scale_ptr + 1, per_push * alpha)
@@ -164,13 +167,10 @@ def _logarithm(place, margin, alpha, SPLITS: tl.constexpr, BM: tl.constexpr):
     exp(alpha·(margin ± cosine)) / (1 + sum) = factor · exp2(±alpha·log2(e)·cosine - top). Few numbers, so in float64: a
     loss near 0 keeps its digits, and the factor carries all that exponents of 50 would lose in float32.
     """
-    top = tl.load(place + BM)
-    for split in range(1, SPLITS):
-        top = tl.maximum(top, tl.load(place + split * 4 * BM + BM))
-    sums = tl.zeros([BM], tl.float64)
-    for split in range(SPLITS):
-        shift = tl.load(place + split * 4 * BM + BM) - top
-        sums += tl.load(place + split * 4 * BM).to(tl.float64) * tl.exp2(shift).to(tl.float64)
+    at = tl.arange(0, SPLITS)[:, None] * 4 * BM + tl.arange(0, BM)[None, :]
+    tops = tl.load(place + BM + at)
+    top = tl.max(tops, 0)
+    sums = tl.sum(tl.load(place + at).to(tl.float64) * tl.exp2(tops - top[None, :]).to(tl.float64), 0)
     power = tl.cast(alpha, tl.float64) * tl.cast(margin, tl.float64) + top.to(tl.float64) * _LN2
     high = tl.where(power > 40, power, 0.0)
     base, one = tl.exp(power - high), tl.exp(-high)
@@ -309,7 +309,7 @@ def _plan(s: Shape) -> Plan:
     margin, alpha = s.settings
     t, room = tiles(s.others, s.rows, s.width, s.wide, s.tf32), Room()
     blocks, programs = t.row_blocks(s.others), t.programs(s.others)
-    at_rows, at_proxies, at_sums = room.floats(2 * s.rows), room.floats(2 * s.others), room.doubles(3 * blocks)
+    at_rows, at_proxies, at_sums = room.floats(2 * s.rows), room.floats(2 * s.others), room.doubles(4 * blocks)
     at_scale, at_factors, at_partial = room.doubles(2), room.floats(4 * s.others), room.floats(4 * programs * t.BM)
     back = Backward(s, room, at_rows, at_proxies, least=1 + blocks)
     places = (at_rows, at_proxies, at_sums, at_scale, at_factors, at_partial, back.at_counters)

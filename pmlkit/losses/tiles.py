@@ -257,13 +257,23 @@ def poison_of(stats_ptr, count, program, programs):
 
 
 @triton.jit
-def total(ptr, count):
-    """Return the sum of `count` float64 numbers, always in the same order."""
-    sums = tl.zeros([256], tl.float64)
+def totals(ptr, count, KINDS: tl.constexpr):
+    """Return the sums of each of KINDS rows of `count` float64 numbers, always added in the same order, [KINDS].
+
+    All rows at once: one after another each would wait for memory, which is most of a small batch's time.
+    """
+    kind, inside = tl.arange(0, KINDS), tl.arange(0, 256)
+    sums = tl.zeros([KINDS, 256], tl.float64)
     for first in range(0, count, 256):
-        at = first + tl.arange(0, 256)
-        sums += tl.load(ptr + at, mask=at < count, other=0.0)
-    return tl.sum(sums, 0)
+        at = first + inside
+        sums += tl.load(ptr + kind[:, None] * count + at[None, :], mask=(at < count)[None, :], other=0.0)
+    return tl.sum(sums, 1)
+
+
+@triton.jit
+def pick(values, place: tl.constexpr):
+    """Return one number of a few."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == place, values, 0.0), 0)
 
 
 @triton.jit
@@ -311,7 +321,7 @@ def finish_rows(
         tl.store(place + split * BM * (DC + 1) + BM * DC + inside, along)
         if arrive(counter_ptr + block * CHUNKS + chunk, SPLITS):
             sums, along = tl.zeros([BM, DC], tl.float32), tl.zeros([BM], tl.float32)
-            for other in range(SPLITS):
+            for other in tl.static_range(SPLITS):  # unrolled, so that the loads wait for memory together
                 sums += tl.load(place + other * BM * (DC + 1) + at)
                 along += tl.load(place + other * BM * (DC + 1) + BM * DC + inside)
             _write_rows(sums, along, x_ptr, rows, N, inv_x, D, at_d, poison, out_ptr, CHUNKS, DC)
