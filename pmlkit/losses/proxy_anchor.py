@@ -138,9 +138,9 @@ def _forward_kernel(
     tl.store(place + 2 * BM, pushed + inv_q * 0.0 + tl.sum(poison, 0))
     tl.store(place + 3 * BM, top_push)
     if arrive(counter_ptr + 1 + block, SPLITS):
-        place = partial_ptr + block.to(tl.int64) * SPLITS * 4 * BM
-        pull, pull_factor, top_pull = _logarithm(place, margin, alpha, SPLITS, BM)
-        push, push_factor, top_push = _logarithm(place + 2 * BM, margin, alpha, SPLITS, BM)
+        shares = partial_ptr + block.to(tl.int64) * SPLITS * 4 * BM
+        pull, pull_factor, top_pull = _logarithm(shares, margin, alpha, SPLITS, BM)
+        push, push_factor, top_push = _logarithm(shares + 2 * BM, margin, alpha, SPLITS, BM)
         wanted = classes < C
         tl.store(factor_ptr + classes, pull_factor, mask=wanted)
         tl.store(factor_ptr + C + classes, push_factor, mask=wanted)
