@@ -87,7 +87,10 @@ _PAGE_CASES = tuple(
 )
 
 _LARGE_CASES = tuple(
-    loss_case(op, rows, precision) for op in LOSSES for precision in ("bf16", "fp32") for rows in (8192, 32768)
+    loss_case(op, rows, precision)
+    for op in LOSSES
+    for precision, sizes in (("bf16", (8192, 32768, 131072)), ("fp32", (8192, 32768)))
+    for rows in sizes
 )
 _ACTIVE_CASES = tuple(loss_case(op, 32768, precision, active=30) for op in LOSSES for precision in ("bf16", "fp32"))
 # spread 500: clusters as in a trained network; 21: distances of about 0.03 within a class

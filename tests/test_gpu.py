@@ -212,6 +212,25 @@ def test_fused_losses_never_wait_for_the_device(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", FUSED)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_pointers_that_are_not_aligned(op: str, precision: str) -> None:
+    """Rows and labels that begin anywhere give the bits of their aligned copies, before and after direct starts exist."""
+    inputs = make_inputs(loss_case(op, 512, precision), "cuda")
+    rows, labels = inputs.emb_ND.detach(), inputs.labels_N
+    shifted = torch.cat([rows.new_zeros(1), rows.flatten()])[1:].view_as(rows)
+    shifted_labels = torch.cat([labels.new_zeros(1), labels])[1:]
+    assert shifted.data_ptr() % 16
+    assert shifted_labels.data_ptr() % 16
+    answers = []
+    for x, y in ((rows, labels), (shifted, shifted_labels), (rows, shifted_labels), (rows, labels)):
+        leaf = x.clone().requires_grad_() if x is rows else shifted.detach().requires_grad_()
+        loss = FUSED[op]()(leaf, y)
+        answers.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+    for answer in answers[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(answer, answers[0], strict=True))
+
+
+@pytest.mark.parametrize("op", FUSED)
 def test_offsets_beyond_two_billion(op: str) -> None:
     """65,537 rows: pairs exceed 2^32, so counts and offsets of 32 bits would wrap; a sample of rows against float64."""
     n, width = 65537, 32

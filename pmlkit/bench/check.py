@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from pmlkit.case import Case
-from pmlkit.losses.bind import Bound, LossInputs, exact
+from pmlkit.losses.bind import Bound, LossInputs, Triplets, exact
+from pmlkit.losses.sampled import exact_of_rows
 from pmlkit.precision import precision
 from pmlkit.record import Check
 
 REFERENCE = "closed form in float64 on the same rounded inputs"
+LARGEST = 40_000  # rows of a batch whose float64 matrices of all pairs fit into memory beside everything else
+SAMPLE = 256  # rows that stand for a larger one
 
 
 def check_answer(case: Case, inputs: LossInputs, bound: Bound) -> Check:
@@ -18,40 +21,69 @@ def check_answer(case: Case, inputs: LossInputs, bound: Bound) -> Check:
 
     A subject that mines in its own arithmetic picks other triplets where distances tie within a rounding step, so its
     gradient is compared at *its own* triplets, and those must lie as near to the best ones as the format can tell.
+    Of a batch too large for matrices of all pairs, gradients and mining are compared for a sample of rows.
     """
     bound.poison()
     loss = bound.pair()
     got = [loss.detach(), *(_gradient(leaf) for leaf in bound.leaves)]
-    wanted, reference = (bound.exact(), "its own value in float64") if bound.exact else (exact(case, inputs), REFERENCE)
+    large = case.shape["N"] > LARGEST and case.op != "proxy_anchor"
+    limit = precision(case.precision).tolerance
+    if bound.mined is not None and large:
+        return _at_own_triplets(case, inputs, bound.mined(), got, limit)
+    if bound.exact is not None:
+        wanted, reference = bound.exact(), "its own value in float64"
+    elif large:
+        rows_S = _sample(case)
+        wanted, reference = exact_of_rows(case, inputs, rows_S), f"{REFERENCE}, gradients of {len(rows_S)} rows"
+        got = [got[0], got[1][rows_S]]
+    else:
+        wanted, reference = exact(case, inputs), REFERENCE
     rms, largest, row = _worst(got, wanted)
-    check = Check(max_rel=largest, rms_rel=rms, worst_row=row, reference=reference, limit=precision(case.precision).tolerance)
+    check = Check(max_rel=largest, rms_rel=rms, worst_row=row, reference=reference, limit=limit)
     if bound.mined is None or check.passed:
         return check
-    mined = bound.mined()
-    at_mined, largest, row = _worst(got, exact(case, inputs, mined))
-    gap = mining_gap(inputs, mined)
-    check.plain_rms_rel, check.max_rel, check.worst_row = rms, largest, row
-    check.rms_rel = None if at_mined is None else max(at_mined, gap)
-    check.reference = f"{REFERENCE}, at the subject's own triplets"
+    check, plain = _at_own_triplets(case, inputs, bound.mined(), got, limit), rms
+    check.plain_rms_rel = plain
     return check
 
 
-def mining_gap(inputs: LossInputs, triplets: tuple[Tensor, Tensor, Tensor]) -> float:
+def _at_own_triplets(case: Case, inputs: LossInputs, mined: Triplets, got: list[Tensor], limit: float) -> Check:
+    """Compare with float64 at the mined triplets; how far those are from the hardest ones counts as an error."""
+    rms, largest, row = _worst(got, exact(case, inputs, mined))
+    gap = mining_gap(inputs, mined, _sample(case) if case.shape["N"] > LARGEST else None)
+    error = None if rms is None else max(rms, gap)
+    reference = f"{REFERENCE}, at the subject's own triplets"
+    return Check(max_rel=largest, rms_rel=error, worst_row=row, reference=reference, limit=limit)
+
+
+def _sample(case: Case) -> Tensor:
+    """Return the rows that stand for a large batch: seeded, so that every process of a case looks at the same."""
+    return torch.randperm(case.shape["N"], generator=torch.Generator().manual_seed(case.seed))[:SAMPLE]
+
+
+def mining_gap(inputs: LossInputs, mined: Triplets, anchors_S: Tensor | None = None) -> float:
     """Return how far the mined distances are from the hardest ones, relative to them, in float64.
 
-    inf if a triplet has a wrong label, or if an anchor that has a positive and a negative is missing or repeated.
+    anchors_S: rows to look at, None = all. inf if a triplet has a wrong label, or if an anchor that has a positive and
+    a negative is missing or repeated.
     """
-    rows = torch.nn.functional.normalize(inputs.emb_ND.detach().double())
-    distance = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
-    same = inputs.labels_N[:, None] == inputs.labels_N[None, :]
-    others = ~torch.eye(len(rows), dtype=torch.bool, device=rows.device)
-    a, p, n = triplets
-    minable = ((same & others).any(1) & (~same).any(1)).nonzero()[:, 0]
-    if not torch.equal(a.sort().values, minable) or not bool((same & others)[a, p].all() and (~same)[a, n].all()):
+    rows, labels = torch.nn.functional.normalize(inputs.emb_ND.detach().double()), inputs.labels_N
+    anchors_S = torch.arange(len(rows)) if anchors_S is None else anchors_S
+    anchors_S = anchors_S.to(rows.device)
+    distance = torch.cdist(rows[anchors_S], rows, compute_mode="donot_use_mm_for_euclid_dist")
+    same = labels[anchors_S][:, None] == labels[None, :]
+    positive = same & (anchors_S[:, None] != torch.arange(len(rows), device=rows.device))
+    place = torch.full((len(rows),), -1, device=rows.device).scatter_(
+        0, anchors_S, torch.arange(len(anchors_S), device=rows.device)
+    )
+    a, p, n = (side[place[mined[0]] >= 0] for side in mined)
+    i = place[a]
+    minable = (positive.any(1) & (~same).any(1)).nonzero()[:, 0]
+    if not torch.equal(i.sort().values, minable) or not bool(positive[i, p].all() and (~same)[i, n].all()):
         return math.inf
-    hardest_p = distance.masked_fill(~(same & others), -math.inf).amax(1)[a]
-    hardest_n = distance.masked_fill(same, math.inf).amin(1)[a]
-    gaps = torch.cat([(distance[a, p] - hardest_p) / hardest_p, (distance[a, n] - hardest_n) / hardest_n])
+    hardest_p = distance.masked_fill(~positive, -math.inf).amax(1)[i]
+    hardest_n = distance.masked_fill(same, math.inf).amin(1)[i]
+    gaps = torch.cat([(distance[i, p] - hardest_p) / hardest_p, (distance[i, n] - hardest_n) / hardest_n])
     return float(gaps.abs().max()) if len(gaps) else 0.0
 
 

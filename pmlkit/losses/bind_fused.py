@@ -7,7 +7,7 @@ import torch
 
 from pmlkit.case import Case
 from pmlkit.errors import PmlkitError, nearest
-from pmlkit.losses.batch_hard_triplet import BatchHardTripletLoss
+from pmlkit.losses.batch_hard_triplet import BatchHardTripletLoss, mined
 from pmlkit.losses.bind import Bound, LossInputs, captured
 from pmlkit.losses.contrastive import ContrastiveLoss
 from pmlkit.losses.fused import fusable
@@ -16,7 +16,6 @@ from pmlkit.losses.proxy_anchor import ProxyAnchorLoss
 
 LOSSES: dict[str, Any] = {
     "contrastive": ContrastiveLoss,
-    "batch_hard_triplet": BatchHardTripletLoss,
     "ntxent": NTXentLoss,
 }
 
@@ -37,6 +36,9 @@ def bind_fused(case: Case, inputs: LossInputs) -> Bound:
         with torch.no_grad():
             loss.proxies.copy_(inputs.proxies_CD)
         return Bound(partial(loss, inputs.emb_ND, inputs.labels_N), (inputs.emb_ND, loss.proxies))
+    if case.op == "batch_hard_triplet":
+        forward = partial(BatchHardTripletLoss(**case.options), inputs.emb_ND, inputs.labels_N)  # pyright: ignore[reportArgumentType]
+        return Bound(forward, inputs.leaves, mined=lambda: mined(forward()))  # mined again, which gives the same
     if case.op not in LOSSES:
         raise PmlkitError(f"no fused loss for {case.op!r}: {nearest(case.op, list(LOSSES))}")
     return Bound(partial(LOSSES[case.op](**case.options), inputs.emb_ND, inputs.labels_N), inputs.leaves)

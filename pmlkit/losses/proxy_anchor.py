@@ -116,15 +116,8 @@ def _forward_kernel(
         tile = _cosines(q, proxy_ptr, classes, C, inv_q, steep, y, emb_ptr, rows, N, inv_y, D, BM, BN, BK, ONE, PREC)
         own = classes[:, None] == label.to(tl.int32)[None, :]
         if SHIFT:
-            power_of = tl.where(own, -tile, tile)
-            other = (rows < N)[None, :] & (own == 0)
-            old_pull, old_push = top_pull, top_push
-            top_pull = tl.maximum(top_pull, tl.ceil(tl.max(tl.where(own, power_of, top_pull[:, None]), 1)))
-            top_push = tl.maximum(top_push, tl.ceil(tl.max(tl.where(other, power_of, top_push[:, None]), 1)))
-            pulled, pushed = pulled * power(old_pull - top_pull), pushed * power(old_push - top_push)
-            grown = power(power_of - tl.where(own, top_pull[:, None], top_push[:, None]))
-            pulled += tl.sum(tl.where(own, grown, 0.0), 1)
-            pushed += tl.sum(tl.where(other, grown, 0.0), 1)
+            pulled, top_pull = _add_shifted(pulled, top_pull, -tile, own)
+            pushed, top_push = _add_shifted(pushed, top_push, tile, (rows < N)[None, :] & (own == 0))
         else:
             grown = power(tile + tl.where(rows < N, 0.0, float("-inf"))[None, :])
             if any_of(own):
@@ -158,6 +151,14 @@ def _forward_kernel(
             tl.store(scale_ptr, per_pull * alpha)
             tl.store(scale_ptr + 1, per_push * alpha)
             tl.store(loss_ptr, (pulls * per_pull + pushes * per_push).to(tl.float32))
+
+
+@triton.jit
+def _add_shifted(sums, top, exponents, kept):
+    """Add 2^(exponent - top) of the kept pairs, top being the largest exponent so far, rounded up; return sums and top."""
+    higher = tl.maximum(top, tl.ceil(tl.max(tl.where(kept, exponents, top[:, None]), 1)))
+    grown = tl.where(kept, power(exponents - higher[:, None]), 0.0)
+    return sums * power(top - higher) + tl.sum(grown, 1), higher
 
 
 @triton.jit

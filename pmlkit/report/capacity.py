@@ -53,7 +53,7 @@ def plot_capacity(data: RunData) -> ReportFigure:
     """Draw the largest batch of every arm; an arrow: all rows of the case ran, so the limit lies beyond."""
     table = frame_capacity(data)
     if table.empty:
-        return nothing("No capacity was sought: 0 cases.")
+        return nothing("No process of this run sought a capacity, so there is no largest batch to draw: 0 cases.")
     table = table.assign(name=[_name(row) for row in table.to_dict("records")])
     rows = list(dict.fromkeys(table["name"]))
     with style():

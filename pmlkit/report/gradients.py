@@ -54,7 +54,7 @@ def plot_gradients(data: RunData) -> ReportFigure:
     table = frame_gradients(data)
     table = table[table["share"].between(0, float("inf"), inclusive="left")]
     if table.empty:
-        return nothing("No answer was checked: 0 cases.")
+        return nothing("No answer of this run was checked against float64, so there is no error to draw: 0 cases.")
     names = [f"{case_name(r['op'], r['precision'], r['N'])}, {r['layout']}" for r in table.to_dict("records")]
     table = table.assign(name=names)
     panels = list(table.groupby("precision", sort=False))
