@@ -16,7 +16,7 @@ from pmlkit import paths
 from pmlkit.bench.check import check_answer
 from pmlkit.campaign import loss_case
 from pmlkit.errors import PmlkitError
-from pmlkit.losses import batch_hard_triplet, fused
+from pmlkit.losses import batch_hard_triplet, fused, tiling
 from pmlkit.losses.batch_hard_triplet import BatchHardTripletLoss, batch_hard_triplet_loss
 from pmlkit.losses.bind import make_inputs
 from pmlkit.losses.contrastive import ContrastiveLoss, contrastive_loss
@@ -164,6 +164,21 @@ def test_the_floor_is_right() -> None:
 def test_rows_wider_than_a_program_keeps(name: str, width: int) -> None:
     """Several programs share the gradient's columns; each builds the similarities again."""
     assert max(see(name, *rows("trained", 20, width, torch.float32)).errors()) <= 2e-6
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiles_of_large_batches(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles that a large batch gets, on one that the interpreter can bear: full and cut ones, on and off the diagonal."""
+    monkeypatch.setattr(tiling, "_LARGE", 100)
+    fused._planned.cache_clear()
+    emb, labels = rows("trained", 300, 32, dtype)
+    try:
+        errors = see(name, emb, labels % CLASSES if name == PROXY else labels).errors()
+    finally:
+        fused._planned.cache_clear()
+    assert errors[0] <= (1e-6 if dtype == torch.float32 else 4e-6)
+    assert max(errors[1:]) <= LIMITS[dtype]
 
 
 @pytest.mark.parametrize("name", PAIRWISE)

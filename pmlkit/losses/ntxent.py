@@ -17,6 +17,7 @@ Cost of the reference: three products of 2·N·M·D operations a pair, about six
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ from pmlkit.losses.tiles import (
     row_stats,
     totals,
 )
-from pmlkit.losses.tiling import tiles
+from pmlkit.losses.tiling import Tiles, tiles
 
 
 def reference(
@@ -274,25 +275,30 @@ def _backward_kernel(
     )  # fmt: skip
 
 
+def _positive_tiles(t: Tiles) -> Tiles:
+    """Return tiles of the pass over positives: small ones for a large batch, since few of them have any."""
+    return replace(t, BM=64, BN=32, warps=4) if t.splits == 1 and t.BM > 64 else t
+
+
 def _plan(s: Shape) -> Plan:
     t, slope = tiles(s.rows, s.others, s.width, s.dtype, s.tf32), math.log2(math.e) / s.settings[0]
-    programs, room = t.programs(s.rows), Room()
+    few, room = _positive_tiles(t), Room()
+    programs = few.programs(s.rows)
     at_x = room.floats(4 * s.rows)
     at_z = room.floats(4 * s.others) if s.reference_set else at_x
-    at_sums, at_scale, at_partial = room.doubles(2 * programs), room.doubles(1), room.floats(2 * programs * t.BM)
-    back = Backward(s, room, at_x, at_z, least=1 + t.row_blocks(s.rows))
+    at_sums, at_scale, at_partial = room.doubles(2 * programs), room.doubles(1), room.floats(2 * t.programs(s.rows) * t.BM)
+    back = Backward(s, room, at_x, at_z, least=1 + few.row_blocks(s.rows))
     sizes = (s.rows, s.others, s.width, at_x, at_z, at_sums, at_scale, at_partial, back.at_counters, slope)
     side = {"SELF": not s.reference_set, "FLAT": slope <= _FLAT}
     rows = {**side, "ROW_ANCHOR": True, "COL_ANCHOR": not s.reference_set}
+    others = {**side, "ROW_ANCHOR": False, "COL_ANCHOR": True}
     return Plan(
         forward=(
             row_stats(s, at_x, at_z, back.at_counters, back.counters),
-            Launch(_against_kernel, programs, t, sizes, side),
-            Launch(_forward_kernel, programs, t, sizes, side),
+            Launch(_against_kernel, t.programs(s.rows), t, sizes, side),
+            Launch(_forward_kernel, programs, few, sizes, side),
         ),
-        backward=back.launches(
-            _backward_kernel, (at_scale,), (slope,), rows, {**side, "ROW_ANCHOR": False, "COL_ANCHOR": True}
-        ),
+        backward=back.launches(_backward_kernel, (at_scale,), (slope,), rows, others),
         room=room.words,
     )
 

@@ -45,6 +45,7 @@ class Tiles:
 
 
 _PROGRAMS = 264  # two for each of the 132 multiprocessors of an H100 or H200
+_LARGE = 16384  # rows whose blocks alone keep every multiprocessor busy
 _MOST_PARTIAL_BYTES = 16 * 2**20  # what programs of one block may write for each other
 
 
@@ -55,7 +56,7 @@ def tiles(rows: int, others: int, width: int, dtype: torch.dtype, tf32: bool = F
     large ones the tile that fills the tensor cores.
     """
     widest = 1 << max(4, (width - 1).bit_length())
-    large = rows >= 16384
+    large = rows >= _LARGE
     # float32 never takes 128 rows: for compute capability 10.0 Triton 3.7.1 makes an empty kernel of 128 x 64 in 3xTF32.
     BM = 128 if large and dtype != torch.float32 else 64 if rows >= 4096 else 32
     BN = 64
