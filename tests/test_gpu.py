@@ -17,6 +17,7 @@ from pmlkit.losses.bind import Bound, make_inputs
 from pmlkit.losses.bind_fused import bind_fused, bind_fused_graph
 from pmlkit.losses.contrastive import ContrastiveLoss
 from pmlkit.losses.dense import bind_compiled, bind_dense, bind_graph
+from pmlkit.losses.floor import bind_floor
 from pmlkit.losses.ntxent import NTXentLoss
 from pmlkit.protocol import PROTOCOLS
 from pmlkit.registry import LOSSES, resolve, subject
@@ -258,3 +259,50 @@ def test_fused_losses_under_autocast_and_scaling(op: str) -> None:
     compiled = torch.compile(lambda x, y: loss(x, y) * 1, fullgraph=True)
     (again,) = torch.autograd.grad(compiled(inputs.emb_ND, inputs.labels_N), inputs.emb_ND)
     assert torch.equal(again, grad)
+
+
+@pytest.mark.parametrize("key", ["pmlkit", "pml-2.9.0"])
+def test_the_largest_batch_on_the_device(key: str) -> None:
+    """A search that fits to the end says so, with the peak of the largest batch; one that asks for too much gives memory back."""
+    one = subject(key)
+    case = loss_case("ntxent", 4096, "bf16")
+    job = Job(case=case, subject=one, arm="a", replicate=0, order=0, protocol=PROTOCOLS["pmlkit-capacity"])
+    outcome = measure(job, resolve(one.bind))
+    assert outcome.status == "ok", outcome.reason
+    assert outcome.capacity is not None
+    assert outcome.memory is not None
+    if key == "pmlkit":
+        assert (outcome.capacity.largest, outcome.capacity.refused) == (4096, None)
+    else:  # 2.9.0 builds positives by negatives: 4096 rows would take 1.6 TB
+        assert 1000 <= outcome.capacity.largest < 4096
+        assert "OutOfMemoryError" in (outcome.capacity.reason or "")
+    assert outcome.memory[0].allocated_peak_bytes > 0
+
+
+def test_the_floor_on_the_device() -> None:
+    """It is right, and has one launch each way beside what autograd itself starts."""
+    case = loss_case("contrastive", 512, "bf16")
+    inputs = make_inputs(case, "cuda")
+    bound = bind_floor(case, inputs)
+    assert check_answer(case, inputs, bound).rms_rel == 0
+    seen = see_kernels(bound)
+    assert seen.launches / seen.pairs <= 4
+
+
+@pytest.mark.parametrize("op", LOSSES)
+def test_a_side_stream_starts_the_same_kernels(op: str) -> None:
+    """Direct starts go to the current stream: a side stream gives the bits of the default one."""
+    inputs = make_inputs(loss_case(op, 512, "bf16"), "cuda")
+    case = loss_case(op, 512, "bf16")
+    bound = bind_fused(case, inputs)
+    bound.pair()
+    want = [bound.pair().detach().clone(), *(leaf.grad.clone() for leaf in bound.leaves if leaf.grad is not None)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)  # what went to another stream would not wait
+        loss = bound.pair().detach()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    got = [loss, *(leaf.grad for leaf in bound.leaves if leaf.grad is not None)]
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
