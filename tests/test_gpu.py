@@ -263,7 +263,7 @@ def test_fused_losses_under_autocast_and_scaling(op: str) -> None:
 
 @pytest.mark.parametrize("key", ["pmlkit", "pml-2.9.0"])
 def test_the_largest_batch_on_the_device(key: str) -> None:
-    """A search that fits to the end says so, with the peak of the largest batch; one that asks for too much gives memory back."""
+    """A search that fits to the end says so, with the peak of its largest batch; one that asks for too much ends below."""
     one = subject(key)
     case = loss_case("ntxent", 4096, "bf16")
     job = Job(case=case, subject=one, arm="a", replicate=0, order=0, protocol=PROTOCOLS["pmlkit-capacity"])
