@@ -1,11 +1,15 @@
 """Compiles every kernel of a loss ahead of time, as it would be launched. Run: python -m tests.compile_kernels LOSS ARCH...
 
 In a process of its own, for the rest of the tests interprets kernels. Prints a line a kernel: name, type, rows,
-architecture, bytes of shared memory.
+architecture, bytes of shared memory, bytes of stack.
 """
 
 import importlib
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +23,13 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"
 SETTINGS = {"contrastive": (0.0, 1.0), "batch_hard_triplet": (0.05,), "ntxent": (0.07,), "proxy_anchor": (0.1, 32.0)}
 
 
-def launches(name: str, rows: int, dtype: torch.dtype, reference_set: bool) -> list[tuple[Launch, list[str]]]:
+def launches(name: str, rows: int, dtype: torch.dtype, reference_set: bool, width: int = 128) -> list[tuple[Launch, list[str]]]:
     """Return the launches of a forward and backward pair, each with the types of its tensors."""
     importlib.import_module(f"pmlkit.losses.{name}")
     proxies = name == "proxy_anchor"
     others = 1024 if proxies or reference_set else rows
     other = torch.float32 if proxies else dtype
-    plan = plan_of(name, Shape(rows, others, 128, dtype, other, proxies or reference_set, SETTINGS[name]))
+    plan = plan_of(name, Shape(rows, others, width, dtype, other, proxies or reference_set, SETTINGS[name]))
     x, z = TYPES[dtype], TYPES[other]
     seen = [(launch, [x, "*i64", z, "*i64", "*fp64", "*fp32"]) for launch in plan.forward]
     sides = [(x, z), (z, x)]
@@ -54,19 +58,30 @@ def source_of(launch: Launch, tensors: list[str]) -> Any:
     return triton.compiler.ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=aligned)
 
 
+def stack_bytes(cubin: bytes) -> int:
+    """Return the bytes of local memory a thread has: what the compiler had no registers for."""
+    dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([str(dump), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", usage))
+
+
 def main(name: str, architectures: list[int]) -> None:
-    """Compile for every architecture in bfloat16; for compute capability 9.0 also what else differs."""
-    cases = [(512, torch.bfloat16, arch, False) for arch in architectures]
-    cases += [(512, torch.float32, 90, False), (32768, torch.bfloat16, 90, False), (512, torch.bfloat16, 90, True)]
-    cases += [(32768, torch.float32, 100, False)]
-    for rows, dtype, arch, reference_set in cases:
-        for launch, tensors in launches(name, rows, dtype, reference_set):
-            options = {"num_warps": launch.tiles.warps, "num_stages": launch.tiles.stages}
-            compiled: Any = triton.compile(source_of(launch, tensors), target=GPUTarget("cuda", arch, 32), options=options)
-            kernel = launch.kernel.__name__
+    """Compile for every architecture in bfloat16; for some also what else differs: type, size, width, a reference set."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    cases = [(512, bf16, arch, False, 128) for arch in architectures]
+    cases += [(512, fp32, 90, False, 128), (32768, bf16, 90, False, 128), (512, bf16, 90, True, 128)]
+    cases += [(32768, fp32, 100, False, 128), (512, fp16, 90, False, 100), (20000, fp32, 120, False, 300)]
+    for rows, dtype, arch, reference_set, width in cases:
+        for launch, tensors in launches(name, rows, dtype, reference_set, width):
+            source, target = source_of(launch, tensors), GPUTarget("cuda", arch, 32)
+            compiled: Any = triton.compile(source, target=target, options=launch.options)
+            kernel, stack = launch.kernel.__name__, stack_bytes(compiled.asm["cubin"])
             # Triton 3.7.1 can make an empty kernel without an error: its body is then `unreachable` alone.
             assert "st.global" in compiled.asm["ptx"] and "unreachable" not in compiled.asm["llir"], (kernel, arch)
-            sys.stdout.write(f"{kernel} {dtype} {rows} {arch} {compiled.metadata.shared}\n")
+            sys.stdout.write(f"{kernel} {dtype} {rows} {arch} {compiled.metadata.shared} {stack}\n")
 
 
 if __name__ == "__main__":

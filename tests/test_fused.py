@@ -137,6 +137,51 @@ def test_clusters(name: str, kind: str, dtype: torch.dtype) -> None:
     assert errors[1] <= 2 * LIMITS[dtype] if kind == "tight" else LIMITS[dtype]
 
 
+def test_negatives_far_on_the_other_side() -> None:
+    """Where all negatives of an anchor point away, a column that is not there must not weigh: T = 0.01, labels not 0."""
+    emb = torch.tensor([[1.0, 0.05, 0], [-1, 0.02, 0.1], [-1, 0.03, -0.1]], device=DEVICE)
+    labels = torch.tensor([5, 5, 1], device=DEVICE)
+    leaf, wide = emb.clone().requires_grad_(), emb.double().requires_grad_()
+    (grad,) = torch.autograd.grad(NTXentLoss(0.01)(leaf, labels), leaf)
+    exact = importlib.import_module("pmlkit.losses.ntxent").reference(wide, labels, temperature=0.01)
+    (want,) = torch.autograd.grad(exact, wide)
+    assert float((grad.double() - want).norm()) <= 2e-5 * float(want.norm())
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("n", "m", "dtype"), [(330, 0, torch.float32), (200, 333, torch.bfloat16), (150, 0, torch.bfloat16)])
+def test_programs_that_share_a_block(name: str, n: int, m: int, dtype: torch.dtype) -> None:
+    """Enough columns that several programs share a row block, forward and backward, on both sides."""
+    emb, labels = rows("trained", n, 20, dtype)
+    assert tiles(n, m or n, 20, dtype).splits > 1
+    if name == PROXY:
+        errors = see(name, emb, labels % CLASSES).errors()
+    else:
+        errors = see(name, emb, labels, *(rows("trained", m, 20, dtype, seed=1) if m else (None, None))).errors()
+    assert max(errors) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_longer_than_a_number_make_nan(name: str, dtype: torch.dtype) -> None:
+    """A row of finite numbers whose length no float32 holds is no plausible value either."""
+    emb, labels = rows("trained", 12, 16, dtype)
+    emb[3] = 3e38
+    leaf = emb.requires_grad_()
+    loss = module(name)(leaf, labels)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    assert bool(loss.isnan())
+    assert bool(grad.isnan().all())
+
+
+def test_a_temperature_divides() -> None:
+    """Zero and negative temperatures are refused, by the module and by the function."""
+    emb, labels = rows("random", 8, 4, torch.float32)
+    for make in (lambda: NTXentLoss(0.0), lambda: ntxent_loss(emb, labels, temperature=-0.1)):
+        with pytest.raises(PmlkitError, match="must be positive"):
+            make()
+
+
 @pytest.mark.parametrize("temperature", [0.5, 0.03, 0.028, 0.01])
 @pytest.mark.parametrize("labels", [None, 0], ids=["four a class", "one class"])
 def test_steep_and_flat_softmaxes(temperature: float, labels: int | None) -> None:
@@ -323,7 +368,10 @@ def test_bad_input_is_refused(name: str) -> None:
 
 
 def test_kernels_compile_for_every_architecture() -> None:
-    """Ahead of time, without a GPU: Ampere, Hopper, datacentre and consumer Blackwell; shared memory fits the smallest."""
+    """Ahead of time, without a GPU: Ampere, Hopper, datacentre and consumer Blackwell; shared memory fits the smallest.
+
+    Wide and narrow rows, every type; no thread keeps more than 3 KiB outside its registers.
+    """
 
     def compiled(name: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tests.compile_kernels", name, "80", "90", "100", "120"]
@@ -336,6 +384,7 @@ def test_kernels_compile_for_every_architecture() -> None:
             lines = [line.split() for line in done.stdout.splitlines()]
             assert {line[3] for line in lines} == {"80", "90", "100", "120"}
             assert max(int(line[4]) for line in lines) <= 99 * 1024
+            assert max(int(line[5]) for line in lines) <= 3072  # ptxas can run out of registers long before it must
 
 
 @pytest.mark.parametrize("n", [1, 33, 512, 2048, 4096, 32768, 2**20])

@@ -71,13 +71,18 @@ class Launch:
         known = {"SPLITS": self.tiles.splits, **vars(self.tiles), **self.constants}
         self.rest = (*self.numbers, *(known[name] for name in self.kernel.arg_names if name in known))
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton is told beside the arguments."""
+        # Without a limit of its own ptxas 12.8 gives some float32 kernels 32 registers and spills kilobytes.
+        return {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages, "maxnreg": 255}
+
     def __call__(self, *tensors: Tensor) -> None:
         """Start the kernel on the current stream of the current device."""
         if self._start is not None:
             self._start(*tensors, *self.rest)
             return
-        options = {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages}
-        compiled = self.kernel[(self.programs,)](*tensors, *self.rest, **options)
+        compiled = self.kernel[(self.programs,)](*tensors, *self.rest, **self.options)
         if self.direct and compiled is not None:  # the interpreter compiles nothing
             self._start = compiled[(self.programs, 1, 1)]
 

@@ -26,9 +26,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from pmlkit.errors import PmlkitError
 from pmlkit.losses.fused import register
 from pmlkit.losses.launch import Backward, Launch, Plan, Room, Shape
-from pmlkit.losses.module import FusedLoss, evaluate
+from pmlkit.losses.module import FusedLoss
 from pmlkit.losses.rows import reference_set, tied, unit_rows
 from pmlkit.losses.tiles import (
     add_weighted,
@@ -246,15 +247,15 @@ def _backward_kernel(
         else:
             top_z = tl.load(z_stats + M + columns, mask=columns < M, other=0.0)
             by_row, by_column = power(tile - top_x[:, None]), power(tile - top_z[None, :])
-        # Rows and columns that are not there have rows of 0 and no push. An anchor without negatives has no push either,
-        # but infinite powers where top is _NONE.
+        # Columns that are not there have rows of 0 and no push. An anchor without negatives has no push either, but
+        # infinite powers where top is _NONE, as a column that is not there has where all negatives lie far below 0.
         weight = tl.zeros([BM, BN], tl.float32)
         if ROW_ANCHOR:
             weight += by_row * push_x[:, None]
         if COL_ANCHOR:
             weight += by_column * push_z[None, :]
         if not FLAT:
-            weight = tl.where(weight == weight, weight, 0.0)
+            weight = tl.where((columns < M)[None, :] & (weight == weight), weight, 0.0)
         if any_of(halves_equal(label, label_z)):  # most tiles of a large batch have no positive
             mass_z = tl.load(z_stats + 2 * M + columns, mask=columns < M, other=1.0)
             positive = label[:, None] == label_z[None, :]
@@ -311,7 +312,7 @@ def ntxent_loss(
     *, temperature: float = 0.07, tf32: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return what `NTXentLoss` with these settings returns, without a module."""
-    return evaluate("ntxent", {"temperature": temperature}, tf32, embeddings, labels, ref_emb, ref_labels)
+    return NTXentLoss(temperature, tf32=tf32)(embeddings, labels, None, ref_emb, ref_labels)
 
 
 class NTXentLoss(FusedLoss):
@@ -324,4 +325,6 @@ class NTXentLoss(FusedLoss):
     """
 
     def __init__(self, temperature: float = 0.07, *, tf32: bool = False, **unsupported: Any) -> None:
+        if temperature <= 0:
+            raise PmlkitError(f"temperature={temperature!r}: similarities are divided by it, so it must be positive")
         super().__init__("ntxent", "losses.NTXentLoss", {"temperature": float(temperature)}, tf32, unsupported)

@@ -198,6 +198,7 @@ def _backward_kernel(
     at_d = chunk * DC
     inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
     steep = alpha * _LOG2E
+    per_steep = tl.where(steep == 0, 0.0, 1.0 / tl.where(steep == 0, 1.0, steep))
     grad = tl.load(grad_ptr).to(tl.float32)
     per_pull, per_push = grad * tl.load(scale_ptr).to(tl.float32), grad * tl.load(scale_ptr + 1).to(tl.float32)
     sums, along = tl.zeros([BM, DC], tl.float32), tl.zeros([BM], tl.float32)
@@ -227,7 +228,7 @@ def _backward_kernel(
             if any_of(own):
                 weight = tl.where(own, pull * power(-tile), weight)
         sums, along = _add(
-            sums, along, weight, tile / steep, z, x_ptr, z_ptr, columns, M, inv_z, D, at_d, CHUNKS, BK, DC, PREC
+            sums, along, weight, tile * per_steep, z, x_ptr, z_ptr, columns, M, inv_z, D, at_d, CHUNKS, BK, DC, PREC
         )  # fmt: skip
     finish_rows(
         sums, along, x_ptr, rows, N, inv_x, D, at_d, block, split, chunk, per_push * 0.0,

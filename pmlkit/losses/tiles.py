@@ -141,8 +141,9 @@ def _product(x, z, inv_z, tile, PREC: tl.constexpr):
 
 @triton.jit
 def power_of_two(inv):
-    """Return a power of two near inv, 1 for a row of NaN or Inf."""
-    return tl.where(inv == inv, tl.exp2(tl.floor(tl.log2(inv))), 1.0)
+    """Return the power of two at or below inv (2^-126 at least), 1 for a row of NaN or Inf."""
+    bits = tl.maximum(inv.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000)
+    return tl.where(inv == inv, bits.to(tl.float32, bitcast=True), 1.0)
 
 
 @triton.jit
@@ -224,7 +225,7 @@ def _row_stats(x_ptr, stats_ptr, block, N, D, BM: tl.constexpr, BK: tl.constexpr
     """Write inv = 1 / max(length, 1e-12) and (inv · length)², 1 for all but shorter rows.
 
     Lengths are taken of rows over their largest value, so that squares neither overflow nor vanish; NaN for a row with
-    NaN or Inf.
+    NaN or Inf, or longer than 3.4e38.
     """
     rows = block * BM + tl.arange(0, BM)
     top = tl.zeros([BM], tl.float32)
@@ -239,6 +240,7 @@ def _row_stats(x_ptr, stats_ptr, block, N, D, BM: tl.constexpr, BK: tl.constexpr
         x = load_rows(x_ptr, rows, N, D, k, BK).to(tl.float32) * (1.0 / scale)[:, None]
         squares += tl.sum(x * x, 1)
     length = scale * tl.sqrt_rn(squares) + poison
+    length = tl.where(length == float("inf"), float("nan"), length)  # of finite numbers, but no float32 holds it
     # Rounded exactly, since every cosine hangs on it; and a short row must be told from others by equality.
     inv = tl.where(length < 1e-12, 1e12, tl.div_rn(1.0, tl.where(length < 1e-12, 1.0, length)))
     tl.store(stats_ptr + rows, inv, mask=rows < N)

@@ -58,7 +58,9 @@ def tiles(rows: int, others: int, width: int, dtype: torch.dtype, tf32: bool = F
     widest = 1 << max(4, (width - 1).bit_length())
     large = rows >= _LARGE
     # float32 never takes 128 rows: for compute capability 10.0 Triton 3.7.1 makes an empty kernel of 128 x 64 in 3xTF32.
-    BM = 128 if large and dtype != torch.float32 else 64 if rows >= 4096 else 32
+    # Wider rows than 128 come in parts of 64, so that registers and the smallest card's shared memory hold them.
+    whole = width <= 128
+    BM = 128 if large and whole and dtype != torch.float32 else 64 if rows >= 4096 else 32
     BN = 64
     DC = min(widest, 128)
     blocks, splits = -(-rows // BM), 1
@@ -73,11 +75,11 @@ def tiles(rows: int, others: int, width: int, dtype: torch.dtype, tf32: bool = F
     return Tiles(
         BM=BM,
         BN=BN,
-        BK=min(widest, 128),
-        ONE=width <= 128,
+        BK=min(widest, 128 if whole else 64),
+        ONE=whole,
         DC=DC,
         splits=splits,
         warps=8 if large else 4,
-        stages=2,
+        stages=2 if whole or dtype != torch.float32 else 1,
         PREC="tf32" if tf32 else "tf32x3",
     )
