@@ -23,27 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pmlkit.losses.elementary import any_of
 from pmlkit.losses.fused import register
+from pmlkit.losses.handover import arrive, counters, floats, pick, totals
 from pmlkit.losses.launch import Backward, Launch, Plan, Room, Shape
+from pmlkit.losses.lengths import row_stats
 from pmlkit.losses.module import FusedLoss, evaluate
 from pmlkit.losses.rows import reference_set, root, squared_distances, tied, unit_rows
-from pmlkit.losses.tiles import (
-    FAR,
-    any_of,
-    arrive,
-    cosines,
-    counters,
-    edge,
-    finish_rows,
-    floats,
-    halves_equal,
-    load_rows,
-    pick,
-    ready_rows,
-    row_stats,
-    totals,
-    unit,
-)
+from pmlkit.losses.tiles import FAR, cosines, edge, finish_rows, halves_equal, load_rows, ready_rows, unit
 from pmlkit.losses.tiling import Tiles, tiles
 
 Triplets = tuple[Tensor, Tensor, Tensor]

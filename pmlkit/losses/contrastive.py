@@ -21,30 +21,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pmlkit.losses.elementary import any_of, inverse_root, square_root
 from pmlkit.losses.fused import register
+from pmlkit.losses.handover import arrive, counters, floats, pick, poison_of, totals
 from pmlkit.losses.launch import Backward, Launch, Plan, Room, Shape
+from pmlkit.losses.lengths import row_stats
 from pmlkit.losses.module import FusedLoss, evaluate
 from pmlkit.losses.rows import reference_set, root, squared_distances, tied, unit_rows
 from pmlkit.losses.tiles import (
     FAR,
     add_weighted,
-    any_of,
-    arrive,
     cosines,
-    counters,
     differences,
     edge,
     finish_rows,
-    floats,
     halves_equal,
-    inverse_root,
     load_rows,
-    pick,
-    poison_of,
     ready_rows,
-    row_stats,
-    square_root,
-    totals,
     unit,
     unit_column,
 )

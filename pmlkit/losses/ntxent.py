@@ -27,28 +27,14 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from pmlkit.errors import PmlkitError
+from pmlkit.losses.elementary import any_of, inverse, power
 from pmlkit.losses.fused import register
+from pmlkit.losses.handover import arrive, counters, floats, pick, poison_of, totals
 from pmlkit.losses.launch import Backward, Launch, Plan, Room, Shape
+from pmlkit.losses.lengths import row_stats
 from pmlkit.losses.module import FusedLoss
 from pmlkit.losses.rows import reference_set, tied, unit_rows
-from pmlkit.losses.tiles import (
-    add_weighted,
-    any_of,
-    arrive,
-    cosines,
-    counters,
-    finish_rows,
-    floats,
-    halves_equal,
-    inverse,
-    load_rows,
-    pick,
-    poison_of,
-    power,
-    ready_rows,
-    row_stats,
-    totals,
-)
+from pmlkit.losses.tiles import add_weighted, cosines, finish_rows, halves_equal, load_rows, ready_rows
 from pmlkit.losses.tiling import Tiles, tiles
 
 

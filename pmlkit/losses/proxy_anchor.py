@@ -21,27 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from pmlkit.errors import PmlkitError
+from pmlkit.losses.elementary import any_of, power, power_of_two
 from pmlkit.losses.fused import fusable, fused_loss, register
+from pmlkit.losses.handover import arrive, counters, floats, pick, totals
 from pmlkit.losses.launch import Backward, Launch, Plan, Room, Shape
+from pmlkit.losses.lengths import row_stats
 from pmlkit.losses.module import FusedLoss, check_rows
 from pmlkit.losses.rows import tied, unit_rows
-from pmlkit.losses.tiles import (
-    add_weighted,
-    any_of,
-    arrive,
-    cosines,
-    counters,
-    finish_rows,
-    floats,
-    load_rows,
-    pick,
-    power,
-    power_of_two,
-    ready_rows,
-    row_stats,
-    totals,
-    unit,
-)
+from pmlkit.losses.tiles import add_weighted, cosines, finish_rows, load_rows, ready_rows, unit
 from pmlkit.losses.tiling import tiles
 
 

@@ -1,67 +1,16 @@
-"""Triton building blocks of the fused losses: rows in, products of raw rows out, and blocks that finish each other's work.
+"""Triton building blocks of the fused losses: rows in, products of raw rows out, gradients written.
 
 Half-precision rows are multiplied as they are, since a product of two of them is exact in float32, and divided by their
-lengths afterwards; float32 rows are made unit rows first. Statistics of rows are float32: `inv` = 1 / max(length, 1e-12).
+lengths afterwards; float32 rows are made unit rows first.
 """
-
-import os
 
 import triton
 import triton.language as tl
 
-from pmlkit.losses.launch import Launch, Shape
-from pmlkit.losses.tiling import Tiles
-
-# Instructions that the interpreter does not know; the rest of Triton's own ex2, sqrt and rsqrt is for denormal numbers.
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-
+from pmlkit.losses.elementary import power_of_two
+from pmlkit.losses.handover import arrive
 
 FAR = tl.constexpr(1e30)  # the squared distance of pairs that are not there
-
-
-@triton.jit
-def power(x):
-    """Return 2^x to 2 units in the last place, 0 below 2^-126."""
-    if _INTERPRETED:
-        return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def square_root(x):
-    """Return the square root of numbers from 0, to 1 unit in the last place."""
-    if _INTERPRETED:
-        return tl.sqrt(x)
-    else:
-        return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def inverse_root(x):
-    """Return 1 / the square root of positive numbers, to 2 units in the last place."""
-    if _INTERPRETED:
-        return tl.rsqrt(x)
-    else:
-        return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def inverse(x):
-    """Return 1 / x to 1 unit in the last place; 0 of infinity."""
-    if _INTERPRETED:
-        return 1.0 / x
-    else:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def any_of(mask):
-    """Return whether any of a tile of truths holds."""
-    if _INTERPRETED:
-        return tl.max(tl.max(mask.to(tl.int32), 1), 0) > 0
-    else:
-        return tl.reduce_or(mask, None)
 
 
 @triton.jit
@@ -140,13 +89,6 @@ def _product(x, z, inv_z, tile, PREC: tl.constexpr):
 
 
 @triton.jit
-def power_of_two(inv):
-    """Return the power of two at or below inv (2^-126 at least), 1 for a row of NaN or Inf."""
-    bits = tl.maximum(inv.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000)
-    return tl.where(inv == inv, bits.to(tl.float32, bitcast=True), 1.0)
-
-
-@triton.jit
 def unit_column(z_ptr, column, inv_c, at, D):
     """Return columns `at` of one unit row, rounded as `unit` rounds.
 
@@ -173,109 +115,6 @@ def differences(x_ptr, rows, N, inv_x, z_ptr, column, inv_c, D, BM: tl.constexpr
         squares += tl.sum(apart * apart, 1)
         along += tl.sum(y * apart, 1)
     return squares, along
-
-
-@triton.jit
-def arrive(counter_ptr, parties):
-    """Return whether this block is the last of `parties` to come here. The counter is back at 0 afterwards.
-
-    What the others stored before is visible to the last: the addition releases and acquires, after all threads of the
-    block have stored.
-    """
-    tl.debug_barrier()
-    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == parties - 1
-    if last:
-        tl.atomic_xchg(counter_ptr, 0, sem="relaxed")
-    return last
-
-
-@triton.jit
-def floats(room_ptr, place):
-    """Return a pointer to float32 numbers at a place, in words of 8 bytes, of the room."""
-    return (room_ptr + place).to(tl.pointer_type(tl.float32))
-
-
-@triton.jit
-def counters(room_ptr, place):
-    """Return a pointer to counters of 32 bits at a place, in words of 8 bytes, of the room."""
-    return (room_ptr + place).to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def _row_stats_kernel(
-    x_ptr, x_label_ptr, z_ptr, z_label_ptr, room_ptr, loss_ptr, N, M, D, at_x, at_z, at_counters, zeros,
-    SETS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BZ: tl.constexpr,
-):  # fmt: skip
-    """Write the statistics of the rows and, of two sets, of the others; clear the counters. Reads 2·(N + M)·D numbers."""
-    program = tl.program_id(0)
-    words = program * BZ + tl.arange(0, BZ)
-    tl.store(counters(room_ptr, at_counters) + words, tl.zeros([BZ], tl.int32), mask=words < zeros)
-    if SETS == 1:
-        _row_stats(x_ptr, floats(room_ptr, at_x), program, N, D, BM, BK)
-    else:
-        blocks = tl.cdiv(N, BM)
-        if program < blocks:
-            _row_stats(x_ptr, floats(room_ptr, at_x), program, N, D, BM, BK)
-        else:
-            _row_stats(z_ptr, floats(room_ptr, at_z), program - blocks, M, D, BM, BK)
-
-
-@triton.jit
-def _row_stats(x_ptr, stats_ptr, block, N, D, BM: tl.constexpr, BK: tl.constexpr):
-    """Write inv = 1 / max(length, 1e-12) and (inv · length)², 1 for all but shorter rows.
-
-    Lengths are taken of rows over their largest value, so that squares neither overflow nor vanish; NaN for a row with
-    NaN or Inf, or longer than 3.4e38.
-    """
-    rows = block * BM + tl.arange(0, BM)
-    top = tl.zeros([BM], tl.float32)
-    poison = tl.zeros([BM], tl.float32)
-    for k in range(0, D, BK):
-        x = load_rows(x_ptr, rows, N, D, k, BK).to(tl.float32)
-        top = tl.maximum(top, tl.max(tl.abs(x), 1))
-        poison += tl.sum(x * 0.0, 1)
-    scale = tl.where(top > 1e-30, tl.exp2(tl.floor(tl.log2(top))), 1.0)  # a power of two: nothing is rounded by it
-    squares = tl.zeros([BM], tl.float32)
-    for k in range(0, D, BK):
-        x = load_rows(x_ptr, rows, N, D, k, BK).to(tl.float32) * (1.0 / scale)[:, None]
-        squares += tl.sum(x * x, 1)
-    length = scale * tl.sqrt_rn(squares) + poison
-    length = tl.where(length == float("inf"), float("nan"), length)  # of finite numbers, but no float32 holds it
-    # Rounded exactly, since every cosine hangs on it; and a short row must be told from others by equality.
-    inv = tl.where(length < 1e-12, 1e12, tl.div_rn(1.0, tl.where(length < 1e-12, 1.0, length)))
-    tl.store(stats_ptr + rows, inv, mask=rows < N)
-    short = length * 1e12
-    tl.store(stats_ptr + N + rows, tl.where(length < 1e-12, short * short, 1.0), mask=rows < N)
-
-
-@triton.jit
-def poison_of(stats_ptr, count, program, programs):
-    """Return 0, or NaN if this program's share of `count` rows has one with NaN or Inf. All programs see all rows."""
-    found = tl.zeros([512], tl.float32)
-    for first in range(program * 512, count, programs * 512):
-        at = first + tl.arange(0, 512)
-        found += tl.load(stats_ptr + at, mask=at < count, other=0.0) * 0.0
-    return tl.sum(found, 0)
-
-
-@triton.jit
-def totals(ptr, count, KINDS: tl.constexpr):
-    """Return the sums of each of KINDS rows of `count` float64 numbers, always added in the same order, [KINDS].
-
-    All rows at once: one after another each would wait for memory, which is most of a small batch's time.
-    """
-    kind, inside = tl.arange(0, KINDS), tl.arange(0, 256)
-    sums = tl.zeros([KINDS, 256], tl.float64)
-    for first in range(0, count, 256):
-        at = first + inside
-        sums += tl.load(ptr + kind[:, None] * count + at[None, :], mask=(at < count)[None, :], other=0.0)
-    return tl.sum(sums, 1)
-
-
-@triton.jit
-def pick(values, place: tl.constexpr):
-    """Return one number of a few."""
-    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == place, values, 0.0), 0)
 
 
 @triton.jit
@@ -344,13 +183,3 @@ def _write_rows(
         along = tl.sum(y * sums, 1) / tl.maximum(tl.sum(y * y, 1), 1e-30)
     gradient = tl.where((inv_x < 1e12)[:, None], (sums - y * along[:, None]) * inv_x[:, None], 0.0) + poison
     tl.store(out_ptr + place, gradient.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def row_stats(shape: Shape, at_x: int, at_z: int, at_counters: int, zeros: int) -> Launch:
-    """Return the launch that writes inv and squared length of every row at_x, of reference rows at_z, and clears counters."""
-    widest = 1 << max(4, (shape.width - 1).bit_length())
-    sizes = Tiles(BM=32, BN=0, BK=min(128, widest), ONE=True, DC=0, splits=1, warps=4, stages=2, PREC="")
-    programs = sizes.row_blocks(shape.rows) + (sizes.row_blocks(shape.others) if shape.reference_set else 0)
-    each = 1 << max(0, -(-zeros // programs) - 1).bit_length()
-    numbers = (shape.rows, shape.others, shape.width, at_x, at_z, at_counters, zeros)
-    return Launch(_row_stats_kernel, programs, sizes, numbers, {"SETS": 1 + shape.reference_set, "BZ": each})
