@@ -144,10 +144,10 @@ CAMPAIGNS = {
             cases=(*_CPU_CASES, loss_case("ntxent", 512, "fp32"), loss_case("ntxent", 512, "bf16")),
             protocol=msgspec.structs.replace(_CPU.protocol, warmup=1, timeout_s=1200.0),
         ),
-        Campaign(
+        msgspec.structs.replace(
+            _FUSED,
             name="losses-page",
             question="The page's 20 configurations on one GPU: 2.9.0 against the dense form, eager, compiled and as a graph.",
-            cases=_PAGE_CASES,
             arms={
                 "pml": subject("pml-2.9.0"),
                 "pml-again": subject("pml-2.9.0"),
@@ -155,9 +155,7 @@ CAMPAIGNS = {
                 "compiled": subject("dense-compiled"),
                 "graph": subject("dense-graph"),
             },
-            baseline="pml",
             protocol=PROTOCOLS["pmlkit-short"],
-            sentinel=(loss_case("ntxent", 2048, "fp32"), subject("dense-graph")),
         ),
         _FUSED,
         msgspec.structs.replace(

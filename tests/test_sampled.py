@@ -9,6 +9,7 @@ from pmlkit.campaign import loss_case
 from pmlkit.losses import sampled
 from pmlkit.losses.batch_hard_triplet import mine
 from pmlkit.losses.bind import Bound, bind_reference, exact, make_inputs
+from pmlkit.losses.bind_fused import bind_fused
 from pmlkit.losses.sampled import SAMPLED, exact_of_rows
 
 
@@ -38,7 +39,20 @@ def test_a_large_batch_is_checked(op: str, wrong: bool, monkeypatch: pytest.Monk
     bound = Bound(lambda: right.forward() * (1.01 if wrong else 1.0), right.leaves, right.mined)
     seen = check_answer(case, inputs, bound)
     assert seen.passed != wrong
-    assert ("50 rows" in seen.reference) == (op in SAMPLED)
+    assert ("gradients of 50 rows" in seen.reference) == (op in SAMPLED)
+    assert ("mining of 50 rows" in seen.reference) == (op == "batch_hard_triplet")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns where a GPU returns Inf
+def test_fused_mining_is_seen() -> None:
+    """The fused batch-hard loss tells what it mined, and goes on telling after its backward pass."""
+    case = loss_case("batch_hard_triplet", 60, "bf16")
+    inputs = make_inputs(case, "cuda" if torch.cuda.is_available() else "cpu")
+    bound = bind_fused(case, inputs)
+    bound.pair()
+    assert bound.mined is not None
+    assert mining_gap(inputs, bound.mined()) <= 1e-6
+    assert check_answer(case, inputs, bound).passed
 
 
 def test_mining_of_a_sample() -> None:

@@ -16,6 +16,7 @@ from pmlkit.losses.proxy_anchor import ProxyAnchorLoss
 
 LOSSES: dict[str, Any] = {
     "contrastive": ContrastiveLoss,
+    "batch_hard_triplet": BatchHardTripletLoss,
     "ntxent": NTXentLoss,
 }
 
@@ -36,12 +37,11 @@ def bind_fused(case: Case, inputs: LossInputs) -> Bound:
         with torch.no_grad():
             loss.proxies.copy_(inputs.proxies_CD)
         return Bound(partial(loss, inputs.emb_ND, inputs.labels_N), (inputs.emb_ND, loss.proxies))
-    if case.op == "batch_hard_triplet":
-        forward = partial(BatchHardTripletLoss(**case.options), inputs.emb_ND, inputs.labels_N)  # pyright: ignore[reportArgumentType]
-        return Bound(forward, inputs.leaves, mined=lambda: mined(forward()))  # mined again, which gives the same
     if case.op not in LOSSES:
         raise PmlkitError(f"no fused loss for {case.op!r}: {nearest(case.op, list(LOSSES))}")
-    return Bound(partial(LOSSES[case.op](**case.options), inputs.emb_ND, inputs.labels_N), inputs.leaves)
+    forward = partial(LOSSES[case.op](**case.options), inputs.emb_ND, inputs.labels_N)
+    again = (lambda: mined(forward())) if case.op == "batch_hard_triplet" else None  # mining again gives the same
+    return Bound(forward, inputs.leaves, again)
 
 
 def bind_fused_graph(case: Case, inputs: LossInputs) -> Bound:

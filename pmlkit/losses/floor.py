@@ -1,4 +1,4 @@
-"""The least that a fused loss can cost in eager mode: an autograd function of one launch each way, and `backward()`.
+"""What eager losses are judged by: an autograd function of one ordinary Triton launch each way, and `backward()`.
 
 Not a loss: its value is the first number of the rows. It says how much of a small batch's time belongs to torch and to
 Triton's launcher, whatever a kernel does.

@@ -103,12 +103,17 @@ class _Fused(torch.autograd.Function):
 
 def _forward(plan: Plan, emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None) -> tuple[Tensor, ...]:
     """Return the loss, and what the backward pass takes: rows, labels, other rows, their labels, room."""
-    others, other_labels = (emb, labels) if ref is None else (ref, labels if ref_labels is None else ref_labels)
+    others, other_labels = _others(emb, labels, ref, ref_labels)
     loss, room = _allocate(plan, emb)
     with _device_of(emb):
         for launch in plan.forward:
             launch(emb, labels, others, other_labels, room, loss)
     return loss, emb, labels, others, other_labels, room
+
+
+def _others(emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what the rows are compared with, and its labels; proxies have none and get the rows', which they ignore."""
+    return (emb, labels) if ref is None else (ref, labels if ref_labels is None else ref_labels)
 
 
 def _allocate(plan: Plan, emb: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +181,7 @@ def _op_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     plan = _plan(name, tuple(settings), tf32, emb, labels, ref, ref_labels)
     room = room.clone()  # its counters move, and an operator must not change what it is given
-    others, other_labels = (emb, labels) if ref is None else (ref, labels if ref_labels is None else ref_labels)
+    others, other_labels = _others(emb, labels, ref, ref_labels)
     grad_emb, grad_others = torch.empty_like(emb), emb.new_empty(0) if ref is None else torch.empty_like(ref)
     with _device_of(emb):  # in eager mode autograd itself sets the device of a backward pass
         plan.backward[0](grad, emb, labels, others, other_labels, room, grad_emb)

@@ -32,7 +32,7 @@ from pmlkit.losses.fused import register
 from pmlkit.losses.handover import arrive, counters, floats, pick, poison_of, totals
 from pmlkit.losses.launch import Backward, Launch, Plan, Room, Shape
 from pmlkit.losses.lengths import row_stats
-from pmlkit.losses.module import FusedLoss
+from pmlkit.losses.module import FusedLoss, evaluate
 from pmlkit.losses.rows import reference_set, tied, unit_rows
 from pmlkit.losses.tiles import add_weighted, cosines, finish_rows, halves_equal, load_rows, ready_rows
 from pmlkit.losses.tiling import Tiles, tiles
@@ -298,7 +298,13 @@ def ntxent_loss(
     *, temperature: float = 0.07, tf32: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return what `NTXentLoss` with these settings returns, without a module."""
-    return NTXentLoss(temperature, tf32=tf32)(embeddings, labels, None, ref_emb, ref_labels)
+    return evaluate("ntxent", {"temperature": _positive(temperature)}, tf32, embeddings, labels, ref_emb, ref_labels)
+
+
+def _positive(temperature: float) -> float:
+    if temperature <= 0:
+        raise PmlkitError(f"temperature={temperature!r}: similarities are divided by it, so it must be positive")
+    return float(temperature)
 
 
 class NTXentLoss(FusedLoss):
@@ -311,6 +317,4 @@ class NTXentLoss(FusedLoss):
     """
 
     def __init__(self, temperature: float = 0.07, *, tf32: bool = False, **unsupported: Any) -> None:
-        if temperature <= 0:
-            raise PmlkitError(f"temperature={temperature!r}: similarities are divided by it, so it must be positive")
-        super().__init__("ntxent", "losses.NTXentLoss", {"temperature": float(temperature)}, tf32, unsupported)
+        super().__init__("ntxent", "losses.NTXentLoss", {"temperature": _positive(temperature)}, tf32, unsupported)
