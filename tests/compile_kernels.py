@@ -17,7 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from pmlkit.losses.fused import plan_of
-from pmlkit.losses.launch import Launch, Shape
+from pmlkit.losses.launch import Launch
+from pmlkit.losses.tiling import Shape
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 SETTINGS = {"contrastive": (0.0, 1.0), "batch_hard_triplet": (0.05,), "ntxent": (0.07,), "proxy_anchor": (0.1, 32.0)}
@@ -32,11 +33,7 @@ def launches(name: str, rows: int, dtype: torch.dtype, reference_set: bool, widt
     plan = plan_of(name, Shape(rows, others, width, dtype, other, proxies or reference_set, SETTINGS[name]))
     x, z = TYPES[dtype], TYPES[other]
     seen = [(launch, [x, "*i64", z, "*i64", "*fp64", "*fp32"]) for launch in plan.forward]
-    sides = [(x, z), (z, x)]
-    seen += [
-        (launch, ["*fp32", a, "*i64", b, "*i64", "*fp64", a]) for launch, (a, b) in zip(plan.backward, sides, strict=False)
-    ]
-    return seen
+    return seen + [(launch, ["*fp32", x, z, "*fp64", x, z]) for launch in plan.backward]
 
 
 def source_of(launch: Launch, tensors: list[str]) -> Any:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from pmlkit.errors import PmlkitError
-from pmlkit.losses.launch import Plan, Shape
+from pmlkit.losses.arrange import in_label_order
+from pmlkit.losses.launch import Plan
+from pmlkit.losses.tiling import Shape
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then the kernels run on tensors of a processor, for tests
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,31 +91,34 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor):
         if torch.is_grad_enabled():
             raise PmlkitError("a fused loss is differentiable once: drop create_graph=True, or use the `reference` of its file")
-        emb, labels, others, other_labels, room = ctx.saved_tensors
-        to_rows, *to_others = ctx.plan.backward
-        grad_emb = grad_others = None
-        if ctx.needs_input_grad[1]:
-            grad_emb = torch.empty_like(emb)
-            to_rows(grads[0], emb, labels, others, other_labels, room, grad_emb)
-        if ctx.needs_input_grad[3]:
-            grad_others = torch.empty_like(others)
-            to_others[0](grads[0], others, other_labels, emb, labels, room, grad_others)
-        return None, grad_emb, None, grad_others, None
+        emb, others, room = ctx.saved_tensors
+        return None, *_backward(ctx.plan, grads[0], emb, others, room, ctx.needs_input_grad[1], ctx.needs_input_grad[3])
 
 
 def _forward(plan: Plan, emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the loss, and what the backward pass takes: rows, labels, other rows, their labels, room."""
-    others, other_labels = _others(emb, labels, ref, ref_labels)
-    loss, room = _allocate(plan, emb)
+    """Return the loss, and what the backward pass takes: rows, other rows, room."""
+    others, other_labels = (emb, labels) if ref is None else (ref, labels if ref_labels is None else ref_labels)
     with _device_of(emb):
+        if plan.sort:  # before the room is there, since a sort needs as much again
+            labels, other_labels = in_label_order(labels), None if ref is None else in_label_order(other_labels)
+            other_labels = labels if other_labels is None else other_labels
+        loss, room = _allocate(plan, emb)
         for launch in plan.forward:
             launch(emb, labels, others, other_labels, room, loss)
-    return loss, emb, labels, others, other_labels, room
+    return loss, emb, others, room
 
 
-def _others(emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return what the rows are compared with, and its labels; proxies have none and get the rows', which they ignore."""
-    return (emb, labels) if ref is None else (ref, labels if ref_labels is None else ref_labels)
+def _backward(
+    plan: Plan, grad: Tensor, emb: Tensor, others: Tensor, room: Tensor, to_rows: bool, to_others: bool
+) -> tuple[Tensor | None, None, Tensor | None, None]:
+    """Return the gradients of the rows and of the others, those that are wanted, each before a None for its labels."""
+    grad_emb = torch.empty_like(emb) if to_rows else None
+    grad_others = torch.empty_like(others) if to_others else None
+    if to_rows or to_others:
+        launch = plan.backward[to_others * (1 + to_rows)]
+        results = [grad for grad in (grad_emb, grad_others) if grad is not None]
+        launch(grad, emb, others, room, results[0], results[-1])
+    return grad_emb, None, grad_others, None
 
 
 def _allocate(plan: Plan, emb: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,13 +186,10 @@ def _op_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     plan = _plan(name, tuple(settings), tf32, emb, labels, ref, ref_labels)
     room = room.clone()  # its counters move, and an operator must not change what it is given
-    others, other_labels = _others(emb, labels, ref, ref_labels)
-    grad_emb, grad_others = torch.empty_like(emb), emb.new_empty(0) if ref is None else torch.empty_like(ref)
     with _device_of(emb):  # in eager mode autograd itself sets the device of a backward pass
-        plan.backward[0](grad, emb, labels, others, other_labels, room, grad_emb)
-        if ref is not None:
-            plan.backward[1](grad, others, other_labels, emb, labels, room, grad_others)
-    return grad_emb, grad_others
+        grad_emb, _, grad_others, _ = _backward(plan, grad, emb, emb if ref is None else ref, room, True, ref is not None)
+    assert grad_emb is not None
+    return grad_emb, emb.new_empty(0) if grad_others is None else grad_others
 
 
 @_op_backward.register_fake
@@ -201,9 +203,9 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.plain = name, settings, tf32
 
 
-def _backward(ctx: Any, *grads: Tensor):
+def _backward_of_op(ctx: Any, *grads: Tensor):
     grad_emb, grad_ref = torch.ops.pmlkit.fused_loss_backward(*ctx.plain, grads[0], *ctx.saved_tensors)
     return None, None, None, grad_emb, None, None if ctx.saved_tensors[2] is None else grad_ref, None
 
 
-_op.register_autograd(_backward, setup_context=_keep)
+_op.register_autograd(_backward_of_op, setup_context=_keep)

@@ -45,6 +45,15 @@ def totals(ptr, count, KINDS: tl.constexpr):
 
 
 @triton.jit
+def largest(ptr, count):
+    """Return the largest of `count` float64 numbers that are not negative."""
+    inside, top = tl.arange(0, 256), tl.zeros([256], tl.float64)
+    for first in range(0, count, 256):
+        top = tl.maximum(top, tl.load(ptr + first + inside, mask=first + inside < count, other=0.0))
+    return tl.max(top, 0)
+
+
+@triton.jit
 def pick(values, place: tl.constexpr):
     """Return one number of a few."""
     return tl.sum(tl.where(tl.arange(0, values.shape[0]) == place, values, 0.0), 0)

@@ -4,32 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pmlkit.losses.tiling import Tiles, tiles
+from pmlkit.losses.tiling import Shape, Tiles, tiles
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a plan depends on. others: number of reference rows or proxies, or of the rows themselves without them.
-
-    settings: numbers of the loss, in the order of its constructor. tf32: whether float32 may be multiplied in TF32.
-    """
-
-    rows: int
-    others: int
-    width: int
-    dtype: torch.dtype
-    others_dtype: torch.dtype
-    reference_set: bool
-    settings: tuple[float, ...]
-    tf32: bool = False
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The type that tiles are chosen for: float32 where one side is."""
-        return torch.promote_types(self.dtype, self.others_dtype)
+def places_of(numbers: int) -> int:
+    """Return how many words of 8 bytes float32 numbers take: a multiple of 16, so that Triton sees alignment."""
+    return -(-numbers // 32) * 16
 
 
 class Room:
@@ -39,16 +21,16 @@ class Room:
         self.words = 0
 
     def floats(self, count: int) -> int:
-        """Return the place of float32 numbers, in words. Places are multiples of 16 words, so that Triton sees alignment."""
-        return self.doubles(-(-count // 2))
+        """Return the place of float32 numbers, in words."""
+        place = self.words
+        self.words += places_of(count)
+        return place
 
     integers = floats
 
     def doubles(self, count: int) -> int:
         """Return the place of float64 numbers, in words."""
-        place = self.words
-        self.words += -(-count // 16) * 16
-        return place
+        return self.floats(2 * count)
 
 
 @dataclass(eq=False)
@@ -89,43 +71,39 @@ class Launch:
 
 @dataclass(frozen=True)
 class Plan:
-    """All launches of a loss. room: words of its buffer.
+    """All launches of a loss. room: words of its buffer. sort: whether labels are sorted on the host first.
 
-    forward: each takes emb, labels, others, their labels, room and loss. backward: the gradient of the rows, and that of the
-    others if there are any; each takes the gradient of the loss, its rows, their labels, the other rows, theirs, room and out.
+    forward: each takes emb, labels, others, their labels, room and loss. backward: for the gradient of the rows and, of
+    two sets, of the others, and of both; each takes the gradient of the loss, emb, others, room and the two results.
     """
 
     room: int
+    sort: bool
     forward: tuple[Launch, ...]
     backward: tuple[Launch, ...]
 
 
 class Backward:
-    """The gradient launches of a loss of pairs, one for each side that has a gradient: their tiles, counters and hand-overs.
+    """The gradient launches of a loss of pairs: their tiles, counters and hand-overs.
 
-    counters: how many the passes need, at_counters: where they are.
+    counters: how many the passes need, at_counters: where they are. partial_bytes: what programs hand over.
     """
 
-    def __init__(
-        self, shape: Shape, room: Room, at_x: int, at_z: int, least: int = 1, tiles: Callable[..., Tiles] = tiles
-    ) -> None:
-        sides = [(shape.rows, shape.others, at_x, at_z), (shape.others, shape.rows, at_z, at_x)]
-        self.width = shape.width
-        self.sides = [
-            (n, m, at_n, at_m, tiles(n, m, shape.width, shape.wide, shape.tf32))
-            for n, m, at_n, at_m in sides[: 1 + shape.reference_set]
-        ]
-        self.counters = max(least, *(t.blocks(n, shape.width) for n, *_, t in self.sides))
+    def __init__(self, shape: Shape, room: Room, least: int = 1, tiles: Callable[..., Tiles] = tiles) -> None:
+        self.rows = tiles(shape.rows, shape.others, shape)
+        self.others = tiles(shape.others, shape.rows, shape)
+        self.blocks = [self.rows.blocks(shape.rows), self.others.blocks(shape.others)]
+        self.counters = max(least, sum(self.blocks[: 1 + shape.reference_set]))
         self.at_counters = room.integers(self.counters)
-        self.at_partial = room.floats(max(t.partial(n, shape.width) for n, *_, t in self.sides))
+        partial = [self.rows.partial(shape.rows), self.others.partial(shape.others) if shape.reference_set else 0]
+        self.at_partial, self.others_partial = (room.floats(count) for count in partial)
+        self.partial_bytes = 4 * sum(partial)
+        self.reference_set = shape.reference_set
 
-    def launches(
-        self, kernel: Any, places: tuple[int, ...], numbers: tuple[float, ...], *constants: dict[str, Any]
-    ) -> tuple[Launch, ...]:
-        """Return a launch for each side. constants: those of each side, or one for all."""
-        made = []
-        for (n, m, at_n, at_m, t), own in zip(self.sides, constants * len(self.sides), strict=False):
-            given = (n, m, self.width, at_n, at_m, *places, self.at_counters, self.at_partial, *numbers)
-            programs = t.blocks(n, self.width) * t.splits
-            made.append(Launch(kernel, programs, t, given, {"CHUNKS": t.chunks(self.width), **own}))
-        return tuple(made)
+    def launches(self, kernel: Any, numbers: tuple[float, ...], constants: dict[str, Any]) -> tuple[Launch, ...]:
+        """Return a launch for the rows and, of two sets, one for the others and one for both sides at once."""
+        programs = [blocks * t.splits for blocks, t in zip(self.blocks, (self.rows, self.others), strict=True)]
+        given = (*numbers, self.at_counters, self.at_partial, self.others_partial)
+        own = {"CHUNKS": self.rows.chunks, "BM_Z": self.others.BM, "SPLITS_Z": self.others.splits, **constants}
+        kinds = {1: programs[0], 2: programs[1], 3: sum(programs)} if self.reference_set else {1: programs[0]}
+        return tuple(Launch(kernel, count, self.rows, given, {"SIDES": kind, **own}) for kind, count in kinds.items())

@@ -27,15 +27,30 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from pmlkit.errors import PmlkitError
-from pmlkit.losses.elementary import any_of, inverse, power
+from pmlkit.losses.arrange import arrange
+from pmlkit.losses.elementary import inverse, power
 from pmlkit.losses.fused import register
-from pmlkit.losses.handover import arrive, counters, floats, pick, poison_of, totals
-from pmlkit.losses.launch import Backward, Launch, Plan, Room, Shape
-from pmlkit.losses.lengths import row_stats
+from pmlkit.losses.handover import arrive, counters, floats, largest, pick, poison_of, totals
+from pmlkit.losses.launch import Backward, Launch, Plan, Room
 from pmlkit.losses.module import FusedLoss, evaluate
 from pmlkit.losses.rows import reference_set, tied, unit_rows
-from pmlkit.losses.tiles import add_weighted, cosines, finish_rows, halves_equal, load_rows, ready_rows
-from pmlkit.losses.tiling import Tiles, tiles
+from pmlkit.losses.sides import (
+    BEGIN,
+    END,
+    INV,
+    OWN,
+    SCALE,
+    integers,
+    left_fit,
+    left_rows,
+    numbers,
+    right_fit,
+    right_rows,
+    scale_of,
+    side,
+)
+from pmlkit.losses.tiles import add_weighted, band, careful_tile, cosines, finish_rows, plain_tile, positives, share
+from pmlkit.losses.tiling import Shape, Tiles, bands, fresh, large, parts, tiles
 
 
 def reference(
@@ -68,119 +83,124 @@ def reference(
 # The kernels work in base 2: `slope` is log2(e) / temperature, so that a pair of cosine c has the logit slope·c and costs
 # one exp2. L_i is kept as `top`, the largest logit of the negatives of i (_NONE without any), and `mass`, the sum of
 # exp2(logit - top) over them (0 without any): one number would round at the size of the logits.
-# Statistics of N rows: inv, top (in place of the squared length, which cosines do not need), mass, and T_i / mass with
-# T_i = sum of sigmoid(L_i - a_ip) over the positives p; only anchors have the last three. The weights of the gradient are
+# Rows keep top, mass and T_i / mass with T_i = sum of sigmoid(L_i - a_ip) over the positives p; only anchors have them. The
+# weights of the gradient are, no larger than twice the largest T,
 #     W_ij = (-[positive] mass / (mass + exp2(logit - top)) + [negative] T_i / mass · exp2(logit - top)) / (temperature · P)
+_TOP, _MASS, _PUSH = OWN, tl.constexpr(OWN.value + 1), tl.constexpr(OWN.value + 2)
 _LN2 = tl.constexpr(math.log(2))
 _FLAT = 50.0  # up to this slope `top` is the slope itself, the largest logit there can be: sums stay above 2^-100
 _NONE = tl.constexpr(-1e38)  # far below every logit; -inf from -inf would be NaN
 
 
 @triton.jit
-def _against_kernel(
-    x_ptr, label_ptr, z_ptr, z_label_ptr, room_ptr, loss_ptr,
-    N, M, D, at_x, at_z, at_sums, at_scale, at_partial, at_counters, slope,
-    SELF: tl.constexpr, FLAT: tl.constexpr, SPLITS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, PREC: tl.constexpr,
+def _forward_kernel(
+    x_ptr, x_label_ptr, z_ptr, z_label_ptr, room_ptr, loss_ptr,
+    N, M, D, at_x, at_z, ready_x, ready_z, at_sums, at_scale, at_partial, at_counters, slope,
+    SELF: tl.constexpr, FLAT: tl.constexpr, SPLITS: tl.constexpr, BANDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, READY: tl.constexpr,
 ):  # fmt: skip
-    """Write top and mass of the negatives of every row. Reads N·M/BM rows."""
-    x_stats, z_stats, partial_ptr = floats(room_ptr, at_x), floats(room_ptr, at_z), floats(room_ptr, at_partial)
+    """Sum the negatives of a row block; its last program then takes the terms of the positives. Reads N·M/BM rows."""
+    x, z = side(x_ptr, room_ptr, at_x, ready_x, N), side(z_ptr, room_ptr, at_z, ready_z, M)
+    partial_ptr = floats(room_ptr, at_partial)
     program = tl.program_id(0)
     block, split = program // SPLITS, program % SPLITS
-    rows = block * BM + tl.arange(0, BM)
-    inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
-    label = tl.load(label_ptr + rows, mask=rows < N, other=0)
+    inside = tl.arange(0, BM)
+    rows = block * BM + inside
+    begin, end = tl.load(integers(x, BEGIN) + rows), tl.load(integers(x, END) + rows)
+    fit_x = left_fit(x, rows, slope, READY)
+    x_parts = left_rows(x, rows, D, 0, BK, W, PARTS, READY)
     top, mass = tl.full([BM], _NONE, tl.float32), tl.zeros([BM], tl.float32)
-    x = ready_rows(x_ptr, rows, N, inv_x, D, 0, BK)
-    share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
-    for first in range(split * share, tl.minimum(split * share + share, M), BN):
-        columns = first + tl.arange(0, BN)
-        inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
-        label_z = tl.load(z_label_ptr + columns, mask=columns < M, other=0)
-        z = load_rows(z_ptr, columns, M, D, 0, BK)
-        tile = cosines(x, x_ptr, rows, N, inv_x, slope, z, z_ptr, columns, M, inv_z, D, BM, BN, BK, ONE, PREC)
-        logits = tile + tl.where(columns < M, -slope if FLAT else 0.0, float("-inf"))[None, :]
-        if any_of(halves_equal(label, label_z)):
-            logits = tl.where(label[:, None] == label_z[None, :], float("-inf"), logits)
-        if FLAT:
-            mass += tl.sum(power(logits), 1)
-        else:
-            higher = tl.maximum(top, tl.max(logits, 1))
-            mass = mass * power(top - higher) + tl.sum(power(logits - higher[:, None]), 1)
-            top = higher
-    if FLAT:
-        top = tl.where(mass > 0, slope, _NONE)
-    mine = rows < N
+    first, wide, full = band(x, block, M, BM, BN, BANDS)
+    from_tile, to_tile = share(0, full - wide, split, SPLITS)
+    if BANDS:
+        for k in range(from_tile, to_tile):
+            columns = plain_tile(k, first, wide) * BN + tl.arange(0, BN)
+            logits = _logits(x, rows, x_parts, fit_x, z, columns, D, BM, BN, BK, W, PARTS, READY)
+            top, mass = _add_powers(top, mass, logits, slope, FLAT)
+    for k in tl.range(split, wide + tl.cdiv(M, BN) - full, SPLITS, num_stages=1 if BANDS else None):
+        columns = careful_tile(k, first, wide, full) * BN + tl.arange(0, BN)
+        logits = _logits(x, rows, x_parts, fit_x, z, columns, D, BM, BN, BK, W, PARTS, READY)
+        hidden = positives(begin, end, columns) | (columns >= M)[None, :]
+        top, mass = _add_powers(top, mass, tl.where(hidden, float("-inf"), logits), slope, FLAT)
     if SPLITS > 1:
         masses_ptr = partial_ptr + tl.num_programs(0) * BM
-        tl.store(partial_ptr + program * BM + tl.arange(0, BM), top)
-        tl.store(masses_ptr + program * BM + tl.arange(0, BM), mass)
-        last = arrive(counters(room_ptr, at_counters) + 1 + block, SPLITS)
-        if last:
-            at = (block * SPLITS + tl.arange(0, SPLITS))[:, None] * BM + tl.arange(0, BM)[None, :]
+        tl.store(partial_ptr + program * BM + inside, top)
+        tl.store(masses_ptr + program * BM + inside, mass)
+        if arrive(counters(room_ptr, at_counters) + 1 + block, SPLITS):
+            at = (block * SPLITS + tl.arange(0, SPLITS))[:, None] * BM + inside[None, :]
             tops = tl.load(partial_ptr + at)
             top = tl.max(tops, 0)
             mass = tl.sum(tl.load(masses_ptr + at) * power(tops - top[None, :]), 0)
-        mine &= last
-    tl.store(x_stats + N + rows, top, mask=mine)
-    tl.store(x_stats + 2 * N + rows, mass, mask=mine)
+            _judge(
+                top, mass, x, rows, x_parts, fit_x, begin, end, z, block, tl.num_programs(0) // SPLITS,
+                room_ptr, at_sums, at_scale, at_counters, loss_ptr, D, slope, SELF, FLAT, BM, BN, BK, W, PARTS, READY,
+            )  # fmt: skip
+    else:
+        _judge(
+            top, mass, x, rows, x_parts, fit_x, begin, end, z, block, tl.num_programs(0),
+            room_ptr, at_sums, at_scale, at_counters, loss_ptr, D, slope, SELF, FLAT, BM, BN, BK, W, PARTS, READY,
+        )  # fmt: skip
 
 
 @triton.jit
-def _forward_kernel(
-    x_ptr, label_ptr, z_ptr, z_label_ptr, room_ptr, loss_ptr,
-    N, M, D, at_x, at_z, at_sums, at_scale, at_partial, at_counters, slope,
-    SELF: tl.constexpr, FLAT: tl.constexpr, SPLITS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, PREC: tl.constexpr,
+def _logits(
+    x, rows, x_parts, fit_x, z, columns, D,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, READY: tl.constexpr,
 ):  # fmt: skip
-    """Sum the terms of the positives, count them, and write T_i / mass. The last program divides. Reads to N·M/BM rows."""
-    x_stats, z_stats, partial_ptr = floats(room_ptr, at_x), floats(room_ptr, at_z), floats(room_ptr, at_partial)
-    sums_ptr, counter_ptr = room_ptr + at_sums, counters(room_ptr, at_counters)
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    block, split = program // SPLITS, program % SPLITS
-    rows = block * BM + tl.arange(0, BM)
-    inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
-    label = tl.load(label_ptr + rows, mask=rows < N, other=0)
-    top = tl.load(x_stats + N + rows, mask=rows < N, other=0.0)
-    mass = tl.load(x_stats + 2 * N + rows, mask=rows < N, other=1.0)
-    mass = tl.where(mass == 0, 1.0, mass)
-    level = top + tl.log2(mass)
+    z_parts, fit_z = right_rows(z, columns, D, 0, BK, W, PARTS, READY), right_fit(z, columns, READY)
+    return cosines(x, rows, x_parts, fit_x, z, columns, z_parts, fit_z, D, BM, BN, BK, W, PARTS, READY)
+
+
+@triton.jit
+def _add_powers(top, mass, logits, slope, FLAT: tl.constexpr):
+    """Return top and mass with the powers of a tile's logits; FLAT keeps top as it is and sums against the slope."""
+    if FLAT:
+        return top, mass + tl.sum(power(logits - slope), 1)
+    else:
+        higher = tl.maximum(top, tl.max(logits, 1))
+        return higher, mass * power(top - higher) + tl.sum(power(logits - higher[:, None]), 1)
+
+
+@triton.jit
+def _judge(
+    top, mass, x, rows, x_parts, fit_x, begin, end, z, block, blocks,
+    room_ptr, at_sums, at_scale, at_counters, loss_ptr, D, slope, SELF: tl.constexpr, FLAT: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, READY: tl.constexpr,
+):  # fmt: skip
+    """Sum and count the terms of a block's positives, and write top, mass and T / mass. The last block divides."""
+    if FLAT:
+        top = tl.where(mass > 0, slope, _NONE)
+    level = top + tl.log2(tl.where(mass == 0, 1.0, mass))
     terms, pull, count = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.int32)
-    x = ready_rows(x_ptr, rows, N, inv_x, D, 0, BK)
-    share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
-    for first in range(split * share, tl.minimum(split * share + share, M), BN):
-        columns = first + tl.arange(0, BN)
-        label_z = tl.load(z_label_ptr + columns, mask=columns < M, other=0)
-        if any_of(halves_equal(label, label_z)):  # few tiles of a large batch have a positive
-            positive = (label[:, None] == label_z[None, :]) & (rows < N)[:, None] & (columns < M)[None, :]
-            if SELF:
-                positive &= rows[:, None] != columns[None, :]
-            inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
-            z = load_rows(z_ptr, columns, M, D, 0, BK)
-            tile = cosines(x, x_ptr, rows, N, inv_x, slope, z, z_ptr, columns, M, inv_z, D, BM, BN, BK, ONE, PREC)
-            term, sigmoid = _softplus(level[:, None] - tile)
-            terms += tl.sum(tl.where(positive, term, 0.0), 1)
-            pull += tl.sum(tl.where(positive, sigmoid, 0.0), 1)
-            count += tl.sum(positive.to(tl.int32), 1)
-    poison = inv_x * 0.0  # NaN for a row with NaN or Inf: it makes the loss and every gradient NaN
+    start = tl.load(integers(x, BEGIN) + block * BM) // BN * BN
+    stop = tl.load(integers(x, END) + tl.minimum(block * BM + BM, x[3]) - 1)
+    for at in tl.range(start, stop, BN, num_stages=1):
+        columns = at + tl.arange(0, BN)
+        positive = positives(begin, end, columns)
+        if SELF:
+            positive &= rows[:, None] != columns[None, :]
+        logits = _logits(x, rows, x_parts, fit_x, z, columns, D, BM, BN, BK, W, PARTS, READY)
+        term, sigmoid = _softplus(level[:, None] - logits)
+        terms += tl.sum(tl.where(positive, term, 0.0), 1)
+        pull += tl.sum(tl.where(positive, sigmoid, 0.0), 1)
+        count += tl.sum(positive.to(tl.int32), 1)
+    tl.store(numbers(x, _TOP) + rows, top)
+    tl.store(numbers(x, _MASS) + rows, mass)
+    tl.store(numbers(x, _PUSH) + rows, pull / tl.where(mass == 0, 1.0, mass))
+    poison = tl.load(numbers(x, INV) + rows) * 0.0  # NaN for a row with NaN or Inf: it makes the loss and every gradient NaN
     if SELF == 0:
-        poison += poison_of(z_stats, M, program, programs)
-    tl.store(sums_ptr + program, tl.sum((terms + poison).to(tl.float64), 0))
-    tl.store(sums_ptr + programs + program, tl.sum(count.to(tl.float64), 0))
-    mine = rows < N
-    if SPLITS > 1:
-        tl.store(partial_ptr + program * BM + tl.arange(0, BM), pull)
-        last = arrive(counter_ptr + 1 + block, SPLITS)
-        if last:
-            at = (block * SPLITS + tl.arange(0, SPLITS))[:, None] * BM + tl.arange(0, BM)[None, :]
-            pull = tl.sum(tl.load(partial_ptr + at), 0)
-        mine &= last
-    tl.store(x_stats + 3 * N + rows, pull / mass, mask=mine)
-    if arrive(counter_ptr, programs):
-        sums = totals(sums_ptr, programs, 2)
+        poison += poison_of(numbers(z, INV), z[3], block, blocks)
+    sums_ptr, scale_ptr = room_ptr + at_sums, room_ptr + at_scale
+    tl.store(sums_ptr + block, tl.sum((terms + poison).to(tl.float64), 0))
+    tl.store(sums_ptr + blocks + block, tl.sum(count.to(tl.float64), 0))
+    tl.store(sums_ptr + 2 * blocks + block, tl.max(pull, 0).to(tl.float64))
+    if arrive(counters(room_ptr, at_counters), blocks):
+        sums = totals(sums_ptr, blocks, 2)
         term_sum = pick(sums, 0)
         per_pair = 1.0 / tl.maximum(pick(sums, 1), 1.0) + term_sum * 0.0
-        tl.store(room_ptr + at_scale, per_pair * (slope * _LN2))
+        lift = 16384.0 / tl.maximum(largest(sums_ptr + 2 * blocks, blocks), 1e-30)
+        tl.store(scale_ptr, per_pair * (slope * _LN2) / (lift * SCALE))
+        tl.store(scale_ptr + 1, lift)
         tl.store(loss_ptr, (term_sum * per_pair).to(tl.float32))
 
 
@@ -199,94 +219,140 @@ def _softplus(v):
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr, x_ptr, label_ptr, z_ptr, z_label_ptr, room_ptr, out_ptr,
-    N, M, D, at_x, at_z, at_scale, at_counters, at_partial, slope,
-    SELF: tl.constexpr, FLAT: tl.constexpr, ROW_ANCHOR: tl.constexpr, COL_ANCHOR: tl.constexpr,
-    SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, DC: tl.constexpr, PREC: tl.constexpr,
+    grad_ptr, x_ptr, z_ptr, room_ptr, out_x_ptr, out_z_ptr,
+    N, M, D, at_x, at_z, ready_x, ready_z, at_scale, slope, at_counters, at_partial, at_partial_z,
+    SELF: tl.constexpr, FLAT: tl.constexpr, SIDES: tl.constexpr, FRESH: tl.constexpr, CHUNKS: tl.constexpr, BANDS: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, SPLITS_Z: tl.constexpr, BM_Z: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, W: tl.constexpr, DC: tl.constexpr, PARTS: tl.constexpr, READY: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the rows: sum_j W_ij y_j without its part along y_i, over the length. Builds W again."""
-    x_stats, z_stats = floats(room_ptr, at_x), floats(room_ptr, at_z)
-    chunk, split = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS % SPLITS
-    block = tl.program_id(0) // (CHUNKS * SPLITS)
+    """Write the gradient of the rows (SIDES 1), of the reference rows (2) or of both (3)."""
+    x, z = side(x_ptr, room_ptr, at_x, ready_x, N), side(z_ptr, room_ptr, at_z, ready_z, M)
+    program, blocks_z = tl.program_id(0), tl.cdiv(M, BM_Z) * CHUNKS
+    counter_ptr, scale_ptr = counters(room_ptr, at_counters), room_ptr + at_scale
+    lift = tl.load(scale_ptr + 1).to(tl.float32)
+    factor = tl.load(grad_ptr).to(tl.float32) * tl.load(scale_ptr).to(tl.float32)
+    if SIDES == 1:
+        _gradient(
+            program, x, z, D, slope, lift, factor, counter_ptr, floats(room_ptr, at_partial), out_x_ptr,
+            True, SELF, FLAT, FRESH, CHUNKS, SPLITS, BANDS, BM, BN, BK, W, DC, PARTS, READY,
+        )  # fmt: skip
+    elif SIDES == 2 or program < blocks_z * SPLITS_Z:
+        _gradient(
+            program, z, x, D, slope, lift, factor, counter_ptr, floats(room_ptr, at_partial_z), out_z_ptr,
+            False, True, FLAT, FRESH, CHUNKS, SPLITS_Z, BANDS, BM_Z, BN, BK, W, DC, PARTS, READY,
+        )  # fmt: skip
+    else:
+        _gradient(
+            program - blocks_z * SPLITS_Z, x, z, D, slope, lift, factor,
+            counter_ptr + blocks_z, floats(room_ptr, at_partial), out_x_ptr,
+            True, SELF, FLAT, FRESH, CHUNKS, SPLITS, BANDS, BM, BN, BK, W, DC, PARTS, READY,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gradient(
+    program, x, z, D, slope, lift, factor, counter_ptr, partial_ptr, out_ptr,
+    ROW_ANCHOR: tl.constexpr, COL_ANCHOR: tl.constexpr, FLAT: tl.constexpr, FRESH: tl.constexpr, CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr, BANDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, W: tl.constexpr, DC: tl.constexpr, PARTS: tl.constexpr, READY: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of a block of rows: sum_j W_ij z_j without its part along y_i, over the length. Builds W again."""
+    chunk, split, block = program % CHUNKS, program // CHUNKS % SPLITS, program // (CHUNKS * SPLITS)
     rows = block * BM + tl.arange(0, BM)
-    at_d = chunk * DC
-    inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
-    label = tl.load(label_ptr + rows, mask=rows < N, other=0)
-    per_pair = tl.load(grad_ptr).to(tl.float32) * tl.load(room_ptr + at_scale).to(tl.float32)
-    top_x = tl.load(x_stats + N + rows, mask=rows < N, other=0.0)
-    mass_x = tl.load(x_stats + 2 * N + rows, mask=rows < N, other=1.0)
-    push_x = tl.load(x_stats + 3 * N + rows, mask=rows < N, other=0.0) * per_pair
+    begin, end = tl.load(integers(x, BEGIN) + rows), tl.load(integers(x, END) + rows)
+    fit_x = left_fit(x, rows, slope, READY)
+    x_parts = left_rows(x, rows, D, 0, BK, W, PARTS, READY)
     sums, along = tl.zeros([BM, DC], tl.float32), tl.zeros([BM], tl.float32)
-    x = ready_rows(x_ptr, rows, N, inv_x, D, 0, BK)
-    share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
-    for first in range(split * share, tl.minimum(split * share + share, M), BN):
-        columns = first + tl.arange(0, BN)
-        inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
-        label_z = tl.load(z_label_ptr + columns, mask=columns < M, other=0)
-        push_z = tl.load(z_stats + 3 * M + columns, mask=columns < M, other=0.0) * per_pair
-        z = load_rows(z_ptr, columns, M, D, 0, BK)
-        tile = cosines(x, x_ptr, rows, N, inv_x, slope, z, z_ptr, columns, M, inv_z, D, BM, BN, BK, ONE, PREC)
-        if FLAT:
-            by_row = power(tile - slope)
-            by_column = by_row
-        else:
-            top_z = tl.load(z_stats + M + columns, mask=columns < M, other=0.0)
-            by_row, by_column = power(tile - top_x[:, None]), power(tile - top_z[None, :])
-        # Columns that are not there have rows of 0 and no push. An anchor without negatives has no push either, but
-        # infinite powers where top is _NONE, as a column that is not there has where all negatives lie far below 0.
-        weight = tl.zeros([BM, BN], tl.float32)
-        if ROW_ANCHOR:
-            weight += by_row * push_x[:, None]
-        if COL_ANCHOR:
-            weight += by_column * push_z[None, :]
-        if not FLAT:
-            weight = tl.where((columns < M)[None, :] & (weight == weight), weight, 0.0)
-        if any_of(halves_equal(label, label_z)):  # most tiles of a large batch have no positive
-            mass_z = tl.load(z_stats + 2 * M + columns, mask=columns < M, other=1.0)
-            positive = label[:, None] == label_z[None, :]
-            sigmoids = tl.zeros([BM, BN], tl.float32)
-            if ROW_ANCHOR:
-                sigmoids += inverse(1.0 + by_row * inverse(mass_x)[:, None])
-            if COL_ANCHOR:
-                sigmoids += inverse(1.0 + by_column * inverse(mass_z)[None, :])
-            weight = tl.where(positive, sigmoids * -per_pair, weight)
-            if SELF:
-                weight = tl.where(rows[:, None] == columns[None, :], 0.0, weight)
-        sums, along = add_weighted(
-            sums, along, weight, tile / slope, z, z_ptr, columns, M, inv_z, D, at_d, CHUNKS, BK, DC, PREC
-        )
+    first, wide, full = band(x, block, z[3], BM, BN, BANDS)
+    from_tile, to_tile = share(0, full - wide, split, SPLITS)
+    if BANDS:
+        for k in range(from_tile, to_tile):
+            sums, along = _add_tile(
+                sums, along, plain_tile(k, first, wide) * BN + tl.arange(0, BN), x, rows, x_parts, fit_x, begin, end,
+                z, D, chunk * DC, slope, lift, False, ROW_ANCHOR, COL_ANCHOR, FLAT, FRESH, BM, BN, BK, W, DC, PARTS, READY,
+            )  # fmt: skip
+    for k in tl.range(split, wide + tl.cdiv(z[3], BN) - full, SPLITS, num_stages=1 if BANDS else None):
+        sums, along = _add_tile(
+            sums, along, careful_tile(k, first, wide, full) * BN + tl.arange(0, BN), x, rows, x_parts, fit_x, begin, end,
+            z, D, chunk * DC, slope, lift, True, ROW_ANCHOR, COL_ANCHOR, FLAT, FRESH, BM, BN, BK, W, DC, PARTS, READY,
+        )  # fmt: skip
     finish_rows(
-        sums, along, x_ptr, rows, N, inv_x, D, at_d, block, split, chunk, per_pair * 0.0,
-        counters(room_ptr, at_counters), floats(room_ptr, at_partial), out_ptr, SPLITS, CHUNKS, BM, DC,
+        sums * (factor * SCALE / scale_of(READY)), along * (factor * SCALE),
+        x, rows, D, chunk * DC, block, split, chunk, factor * 0.0,
+        counter_ptr, partial_ptr, out_ptr, SPLITS, CHUNKS, BM, DC,
     )  # fmt: skip
 
 
-def _positive_tiles(t: Tiles) -> Tiles:
-    """Return tiles of the pass over positives: small ones for a large batch, since few of them have any."""
-    return replace(t, BM=64, BN=32, warps=4) if t.splits == 1 and t.BM > 64 else t
+@triton.jit
+def _add_tile(
+    sums, along, columns, x, rows, x_parts, fit_x, begin, end, z, D, at_d, slope, lift,
+    CAREFUL: tl.constexpr, ROW_ANCHOR: tl.constexpr, COL_ANCHOR: tl.constexpr, FLAT: tl.constexpr, FRESH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, W: tl.constexpr, DC: tl.constexpr, PARTS: tl.constexpr, READY: tl.constexpr,
+):  # fmt: skip
+    """Add what a tile of pairs gives its rows. CAREFUL: there may be positives or columns that are not there."""
+    z_parts, fit_z = right_rows(z, columns, D, 0, BK, W, PARTS, READY), right_fit(z, columns, READY)
+    tile = cosines(x, rows, x_parts, fit_x, z, columns, z_parts, fit_z, D, BM, BN, BK, W, PARTS, READY)
+    there_x, there_z = rows < x[3], columns < z[3]
+    by_row = power(tile - slope)
+    by_column = by_row
+    push = tl.zeros([BM, BN], tl.float32)
+    if ROW_ANCHOR:
+        if not FLAT:
+            by_row = power(tile - tl.load(numbers(x, _TOP) + rows, mask=there_x, other=0.0)[:, None])
+        push += tl.load(numbers(x, _PUSH) + rows, mask=there_x, other=0.0)[:, None] * lift
+    if FLAT:
+        if COL_ANCHOR:
+            push += (tl.load(numbers(z, _PUSH) + columns, mask=there_z, other=0.0) * lift)[None, :]
+        weight = push * by_row
+    else:
+        weight = push * by_row
+        if COL_ANCHOR:
+            by_column = power(tile - tl.load(numbers(z, _TOP) + columns, mask=there_z, other=0.0)[None, :])
+            weight += (tl.load(numbers(z, _PUSH) + columns, mask=there_z, other=0.0) * lift)[None, :] * by_column
+    if CAREFUL:
+        sigmoids = tl.zeros([BM, BN], tl.float32)
+        if ROW_ANCHOR:
+            mass = tl.load(numbers(x, _MASS) + rows, mask=there_x, other=1.0)
+            sigmoids += inverse(1.0 + by_row * inverse(mass)[:, None])
+        if COL_ANCHOR:
+            mass = tl.load(numbers(z, _MASS) + columns, mask=there_z, other=1.0)
+            sigmoids += inverse(1.0 + by_column * inverse(mass)[None, :])
+        # An anchor without negatives has no push, but infinite powers where top is _NONE.
+        weight = tl.where(there_z[None, :] & (weight == weight), weight, 0.0)
+        weight = tl.where(positives(begin, end, columns), sigmoids * -lift, weight)
+        if ROW_ANCHOR & COL_ANCHOR:
+            weight = tl.where(rows[:, None] == columns[None, :], 0.0, weight)
+    return add_weighted(sums, along, weight, tile / slope, z, columns, z_parts, fit_z, D, at_d, BK, W, DC, PARTS, READY, FRESH)
+
+
+def _forward_tiles(rows: int, others: int, s: Shape) -> Tiles:
+    """Return tiles of the forward pass. Large batches: NVIDIA H200, 2026-12-01, 32,768 bfloat16 rows: 635 us, 64 x 64 790."""
+    t = tiles(rows, others, s)
+    return replace(t, BM=128, BN=64, stages=3) if large(rows) and parts(s) == 1 and t.W <= 128 else t
+
+
+def _gradient_tiles(rows: int, others: int, s: Shape) -> Tiles:
+    """Return tiles of the backward pass. Large batches: as above, 64 x 128 takes 940 us, 64 x 64 1,060."""
+    t = tiles(rows, others, s)
+    return replace(t, BN=128, stages=2) if large(rows) and parts(s) == 1 and t.W <= 128 else t
 
 
 def _plan(s: Shape) -> Plan:
-    t, slope = tiles(s.rows, s.others, s.width, s.dtype, s.tf32), math.log2(math.e) / s.settings[0]
-    few, room = _positive_tiles(t), Room()
-    programs = few.programs(s.rows)
-    at_x = room.floats(4 * s.rows)
-    at_z = room.floats(4 * s.others) if s.reference_set else at_x
-    at_sums, at_scale, at_partial = room.doubles(2 * programs), room.doubles(1), room.floats(2 * t.programs(s.rows) * t.BM)
-    back = Backward(s, room, at_x, at_z, least=1 + few.row_blocks(s.rows))
-    sizes = (s.rows, s.others, s.width, at_x, at_z, at_sums, at_scale, at_partial, back.at_counters, slope)
-    side = {"SELF": not s.reference_set, "FLAT": slope <= _FLAT}
-    rows = {**side, "ROW_ANCHOR": True, "COL_ANCHOR": not s.reference_set}
-    others = {**side, "ROW_ANCHOR": False, "COL_ANCHOR": True}
+    t, slope, room = _forward_tiles(s.rows, s.others, s), math.log2(math.e) / s.settings[0], Room()
+    arranged, blocks, programs = arrange(s, room, own=3), t.row_blocks(s.rows), t.programs(s.rows)
+    at_sums, at_scale, at_partial = room.doubles(3 * blocks), room.doubles(2), room.floats(2 * programs * t.BM)
+    back = Backward(s, room, least=1 + blocks, tiles=_gradient_tiles)
+    own = {**arranged.constants, "SELF": not s.reference_set, "FLAT": slope <= _FLAT, "BANDS": bands(s)}
+    places = (*arranged.places, at_sums, at_scale, at_partial, back.at_counters, slope)
     return Plan(
-        forward=(
-            row_stats(s, at_x, at_z, back.at_counters, back.counters),
-            Launch(_against_kernel, t.programs(s.rows), t, sizes, side),
-            Launch(_forward_kernel, programs, few, sizes, side),
-        ),
-        backward=back.launches(_backward_kernel, (at_scale,), (slope,), rows, others),
         room=room.words,
+        sort=arranged.sort,
+        forward=(
+            arranged.launch(back.at_counters, back.counters),
+            Launch(_forward_kernel, programs, t, places, own),
+        ),
+        backward=back.launches(_backward_kernel, (*arranged.places, at_scale, slope), {**own, "FRESH": fresh(s)}),
     )
 
 

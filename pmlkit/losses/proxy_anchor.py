@@ -13,6 +13,7 @@ NaN or Inf anywhere makes the loss and every gradient NaN.
 Cost of the reference: three products of 2·N·C·D operations a pair, about seven N x C matrices alive at the peak.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,15 +22,29 @@ import triton.language as tl
 from torch import Tensor
 
 from pmlkit.errors import PmlkitError
-from pmlkit.losses.elementary import any_of, power, power_of_two
+from pmlkit.losses.arrange import arrange
+from pmlkit.losses.elementary import power
 from pmlkit.losses.fused import fusable, fused_loss, register
-from pmlkit.losses.handover import arrive, counters, floats, pick, totals
-from pmlkit.losses.launch import Backward, Launch, Plan, Room, Shape
-from pmlkit.losses.lengths import row_stats
+from pmlkit.losses.handover import arrive, counters, floats, largest, pick, totals
+from pmlkit.losses.launch import Backward, Launch, Plan, Room
 from pmlkit.losses.module import FusedLoss, check_rows
 from pmlkit.losses.rows import tied, unit_rows
-from pmlkit.losses.tiles import add_weighted, cosines, finish_rows, load_rows, ready_rows, unit
-from pmlkit.losses.tiling import tiles
+from pmlkit.losses.sides import (
+    BEGIN,
+    INV,
+    OWN,
+    SCALE,
+    integers,
+    left_fit,
+    left_rows,
+    numbers,
+    right_fit,
+    right_rows,
+    scale_of,
+    side,
+)
+from pmlkit.losses.tiles import add_weighted, cosines, finish_rows, share
+from pmlkit.losses.tiling import Shape, Tiles, fresh, tiles
 
 
 def reference(emb_ND: Tensor, labels_N: Tensor, proxies_CD: Tensor, *, margin: float = 0.1, alpha: float = 32) -> Tensor:
@@ -60,84 +75,97 @@ def _log1p_sum(exponent_NC: Tensor, kept_NC: Tensor) -> Tensor:
 
 
 _LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+# Numbers of a proxy, for pulls and for pushes: what a power of its pairs is multiplied by, and what is taken off exponents.
+_PULL, _PUSH, _TOP_PULL, _TOP_PUSH = (tl.constexpr(OWN.value + i) for i in range(4))
+_CLASS = BEGIN  # of a row: nothing is sorted here, and a proxy's class is its index
 
 
 @triton.jit
 def _forward_kernel(
     emb_ptr, label_ptr, proxy_ptr, proxy_label_ptr, room_ptr, loss_ptr,
-    N, C, D, at_rows, at_proxies, at_sums, at_scale, at_factors, at_partial, at_counters, margin, alpha,
-    SHIFT: tl.constexpr, SPLITS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, PREC: tl.constexpr,
+    N, C, D, at_x, at_z, ready_x, ready_z, at_sums, at_scale, at_partial, at_counters, margin, alpha,
+    SHIFT: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, READY: tl.constexpr,
 ):  # fmt: skip
     """Sum the exponentials of every proxy; its last program takes the logarithms, the last of all divides. Reads N·C/BM rows.
 
     A pair is pulled or pushed, so one exponential does: exp2 of its cosine times alpha·log2(e), minus for pulled ones. The
     margin comes in afterwards. With SHIFT the largest exponent so far, rounded up, is taken off: any alpha is safe.
     """
-    emb_stats, proxy_stats, factor_ptr = floats(room_ptr, at_rows), floats(room_ptr, at_proxies), floats(room_ptr, at_factors)
-    sums_ptr, scale_ptr = room_ptr + at_sums, room_ptr + at_scale
-    counter_ptr, partial_ptr = counters(room_ptr, at_counters), floats(room_ptr, at_partial)
-    program, block = tl.program_id(0), tl.program_id(0) // SPLITS
-    blocks = tl.num_programs(0) // SPLITS
+    y, q = side(emb_ptr, room_ptr, at_x, ready_x, N), side(proxy_ptr, room_ptr, at_z, ready_z, C)
+    program, block, split = tl.program_id(0), tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     inside = tl.arange(0, BM)
     classes = block * BM + inside
-    inv_q = tl.load(proxy_stats + classes, mask=classes < C, other=1.0)
     steep = alpha * _LOG2E
+    fit_q, q_parts = left_fit(q, classes, steep, READY), left_rows(q, classes, D, 0, BK, W, PARTS, READY)
     pulled, pushed = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     top_pull = tl.zeros([BM], tl.float32)
     if SHIFT:  # below every exponent
         top_pull -= tl.ceil(tl.abs(steep) * 1.01)
     top_push = top_pull
     poison = tl.zeros([BN], tl.float32)
-    q = ready_rows(proxy_ptr, classes, C, inv_q, D, 0, BK)
-    share = tl.cdiv(tl.cdiv(N, BN), SPLITS) * BN
-    begin = program % SPLITS * share
-    for first in range(begin, tl.minimum(begin + share, N), BN):
-        rows = first + tl.arange(0, BN)
-        inv_y = tl.load(emb_stats + rows, mask=rows < N, other=1.0)
-        label = tl.load(label_ptr + rows, mask=rows < N, other=-1)
-        strange = (label < 0) | (label >= C)
-        poison += tl.where((rows < N) & strange, float("nan"), inv_y * 0.0)
-        label = tl.where(strange, -1, label)  # so that 32 bits hold it
-        y = load_rows(emb_ptr, rows, N, D, 0, BK)
-        tile = _cosines(q, proxy_ptr, classes, C, inv_q, steep, y, emb_ptr, rows, N, inv_y, D, BM, BN, BK, ONE, PREC)
-        own = classes[:, None] == label.to(tl.int32)[None, :]
+    from_tile, to_tile = share(0, tl.cdiv(N, BN), split, SPLITS)
+    for k in range(from_tile, to_tile):
+        rows = k * BN + tl.arange(0, BN)
+        label = tl.load(integers(y, _CLASS) + rows)
+        poison += tl.where((rows < N) & (label < 0), float("nan"), tl.load(numbers(y, INV) + rows) * 0.0)
+        y_parts, fit_y = right_rows(y, rows, D, 0, BK, W, PARTS, READY), right_fit(y, rows, READY)
+        tile = cosines(q, classes, q_parts, fit_q, y, rows, y_parts, fit_y, D, BM, BN, BK, W, PARTS, READY)
+        own = (classes[:, None] == label[None, :]) & (rows < N)[None, :]
         if SHIFT:
             pulled, top_pull = _add_shifted(pulled, top_pull, -tile, own)
             pushed, top_push = _add_shifted(pushed, top_push, tile, (rows < N)[None, :] & (own == 0))
         else:
-            grown = power(tile + tl.where(rows < N, 0.0, float("-inf"))[None, :])
-            if any_of(own):
-                pulled += tl.sum(tl.where(own, power(-tile), 0.0), 1)
-                grown = tl.where(own, 0.0, grown)
-            pushed += tl.sum(grown, 1)
-    place = partial_ptr + program.to(tl.int64) * 4 * BM + inside
+            grown = power(tl.where(own, -tile, tile))
+            pulled += tl.sum(tl.where(own, grown, 0.0), 1)
+            pushed += tl.sum(tl.where(own | (rows >= N)[None, :], 0.0, grown), 1)
+    place = floats(room_ptr, at_partial) + program.to(tl.int64) * 4 * BM + inside
     tl.store(place, pulled)
     tl.store(place + BM, top_pull)
     # A row or proxy with NaN or Inf, or a label without a proxy, makes the loss and every gradient NaN.
-    tl.store(place + 2 * BM, pushed + inv_q * 0.0 + tl.sum(poison, 0))
+    tl.store(place + 2 * BM, pushed + tl.load(numbers(q, INV) + classes) * 0.0 + tl.sum(poison, 0))
     tl.store(place + 3 * BM, top_push)
-    if arrive(counter_ptr + 1 + block, SPLITS):
-        shares = partial_ptr + block.to(tl.int64) * SPLITS * 4 * BM
-        pull, pull_factor, top_pull = _logarithm(shares, margin, alpha, SPLITS, BM)
-        push, push_factor, top_push = _logarithm(shares + 2 * BM, margin, alpha, SPLITS, BM)
-        wanted = classes < C
-        tl.store(factor_ptr + classes, pull_factor, mask=wanted)
-        tl.store(factor_ptr + C + classes, push_factor, mask=wanted)
-        tl.store(factor_ptr + 2 * C + classes, top_pull, mask=wanted)
-        tl.store(factor_ptr + 3 * C + classes, top_push, mask=wanted)
-        tl.store(sums_ptr + block, tl.sum(tl.where(wanted, pull, 0.0), 0))
-        tl.store(sums_ptr + blocks + block, tl.sum(tl.where(wanted, push, 0.0), 0))
-        tl.store(sums_ptr + 2 * blocks + block, tl.sum((wanted & (pull > 0)).to(tl.float64), 0))
-        tl.store(sums_ptr + 3 * blocks + block, 0.0)
-        if arrive(counter_ptr, blocks):
-            sums = totals(sums_ptr, blocks, 4)  # the fourth is 0: Triton counts in powers of two
-            pulls, pushes = pick(sums, 0), pick(sums, 1)
-            per_pull = 1.0 / tl.maximum(pick(sums, 2), 1.0) + pushes * 0.0
-            per_push = 1.0 / tl.cast(C, tl.float64) + pushes * 0.0
-            tl.store(scale_ptr, per_pull * alpha)
-            tl.store(scale_ptr + 1, per_push * alpha)
-            tl.store(loss_ptr, (pulls * per_pull + pushes * per_push).to(tl.float32))
+    if arrive(counters(room_ptr, at_counters) + 1 + block, SPLITS):
+        shares = floats(room_ptr, at_partial) + block.to(tl.int64) * SPLITS * 4 * BM
+        _total(
+            q, classes, block, tl.num_programs(0) // SPLITS, shares, margin, alpha,
+            room_ptr + at_sums, room_ptr + at_scale, counters(room_ptr, at_counters), loss_ptr, SPLITS, BM,
+        )  # fmt: skip
+
+
+@triton.jit
+def _total(
+    q, classes, block, blocks, shares, margin, alpha, sums_ptr, scale_ptr, counter_ptr, loss_ptr,
+    SPLITS: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Write the numbers of a block of proxies; the last block writes the loss, and what pulls and pushes are worth.
+
+    That is as large as weights in float16 may be; the third number takes it back.
+    """
+    pull, pull_factor, top_pull, pull_share = _logarithm(shares, margin, alpha, SPLITS, BM)
+    push, push_factor, top_push, push_share = _logarithm(shares + 2 * BM, margin, alpha, SPLITS, BM)
+    wanted = classes < q[3]
+    tl.store(numbers(q, _PULL) + classes, pull_factor)
+    tl.store(numbers(q, _PUSH) + classes, push_factor)
+    tl.store(numbers(q, _TOP_PULL) + classes, top_pull)
+    tl.store(numbers(q, _TOP_PUSH) + classes, top_push)
+    tl.store(sums_ptr + block, tl.sum(tl.where(wanted, pull, 0.0), 0))
+    tl.store(sums_ptr + blocks + block, tl.sum(tl.where(wanted, push, 0.0), 0))
+    tl.store(sums_ptr + 2 * blocks + block, tl.sum((wanted & (pull > 0)).to(tl.float64), 0))
+    tl.store(sums_ptr + 3 * blocks + block, 0.0)
+    tl.store(sums_ptr + 4 * blocks + block, tl.max(tl.where(wanted, pull_share, 0.0), 0))
+    tl.store(sums_ptr + 5 * blocks + block, tl.max(tl.where(wanted, push_share, 0.0), 0))
+    if arrive(counter_ptr, blocks):
+        sums = totals(sums_ptr, blocks, 4)  # the fourth is 0: Triton counts in powers of two
+        pulls, pushes = pick(sums, 0), pick(sums, 1)
+        per_pull = 1.0 / tl.maximum(pick(sums, 2), 1.0) + pushes * 0.0
+        per_push = 1.0 / q[3].to(tl.float64) + pushes * 0.0
+        most = tl.maximum(per_pull * largest(sums_ptr + 4 * blocks, blocks), per_push * largest(sums_ptr + 5 * blocks, blocks))
+        lift = 16384.0 / tl.maximum(most, 1e-30)
+        tl.store(scale_ptr, per_pull * lift)
+        tl.store(scale_ptr + 1, per_push * lift)
+        tl.store(scale_ptr + 2, tl.cast(alpha, tl.float64) / (lift * SCALE))
+        tl.store(loss_ptr, (pulls * per_pull + pushes * per_push).to(tl.float32))
 
 
 @triton.jit
@@ -150,10 +178,10 @@ def _add_shifted(sums, top, exponents, kept):
 
 @triton.jit
 def _logarithm(place, margin, alpha, SPLITS: tl.constexpr, BM: tl.constexpr):
-    """Return log(1 + sum of all shares) of BM proxies, and what a pair's gradient is made of: factor and top.
+    """Return log(1 + sum of all shares) of BM proxies, and what a pair's gradient is made of: factor and top; and its bound.
 
-    exp(alpha·(margin ± cosine)) / (1 + sum) = factor · exp2(±alpha·log2(e)·cosine - top). Few numbers, so in float64: a
-    loss near 0 keeps its digits, and the factor carries all that exponents of 50 would lose in float32.
+    exp(alpha·(margin ± cosine)) / (1 + sum) = factor · exp2(±alpha·log2(e)·cosine - top) <= sum / (1 + sum). Few numbers, so
+    in float64: a loss near 0 keeps its digits, and the factor carries all that exponents of 50 would lose in float32.
     """
     at = tl.arange(0, SPLITS)[:, None] * 4 * BM + tl.arange(0, BM)[None, :]
     tops = tl.load(place + BM + at)
@@ -166,127 +194,86 @@ def _logarithm(place, margin, alpha, SPLITS: tl.constexpr, BM: tl.constexpr):
     small = grown * (1.0 - grown * (0.5 - grown / 3.0))
     log = tl.where((grown < 1e-4) & (high == 0), small, high + tl.log(tl.where(sums == 0, 1.0, one + grown)))
     none = sums == 0  # no such row
-    return tl.where(none, 0.0, log), tl.where(none, 0.0, base / (one + grown)).to(tl.float32), top
+    factor = tl.where(none, 0.0, base / (one + grown))
+    return tl.where(none, 0.0, log), factor.to(tl.float32), top, factor * sums
 
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr, x_ptr, x_label_ptr, z_ptr, z_label_ptr, room_ptr, out_ptr,
-    N, M, D, at_x, at_z, at_scale, at_factors, at_counters, at_partial, alpha,
-    PROXIES: tl.constexpr, SHIFT: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, DC: tl.constexpr, PREC: tl.constexpr,
+    grad_ptr, x_ptr, z_ptr, room_ptr, out_x_ptr, out_z_ptr,
+    N, M, D, at_x, at_z, ready_x, ready_z, at_scale, alpha, at_counters, at_partial, at_partial_z,
+    SHIFT: tl.constexpr, SIDES: tl.constexpr, FRESH: tl.constexpr, CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, SPLITS_Z: tl.constexpr, BM_Z: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, W: tl.constexpr, DC: tl.constexpr, PARTS: tl.constexpr, READY: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the proxies against the rows, or of the rows against the proxies. Builds W again."""
-    x_stats, z_stats, factor_ptr = floats(room_ptr, at_x), floats(room_ptr, at_z), floats(room_ptr, at_factors)
-    scale_ptr = room_ptr + at_scale
-    chunk, split = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS % SPLITS
-    block = tl.program_id(0) // (CHUNKS * SPLITS)
+    """Write the gradient of the rows (SIDES 1), of the proxies (2) or of both (3)."""
+    x, z = side(x_ptr, room_ptr, at_x, ready_x, N), side(z_ptr, room_ptr, at_z, ready_z, M)
+    program, blocks_z = tl.program_id(0), tl.cdiv(M, BM_Z) * CHUNKS
+    counter_ptr, scale_ptr = counters(room_ptr, at_counters), room_ptr + at_scale
+    per_pull, per_push = tl.load(scale_ptr).to(tl.float32), tl.load(scale_ptr + 1).to(tl.float32)
+    factor = tl.load(grad_ptr).to(tl.float32) * tl.load(scale_ptr + 2).to(tl.float32)
+    if SIDES == 1:
+        _gradient(
+            program, x, z, D, alpha, per_pull, per_push, factor, counter_ptr, floats(room_ptr, at_partial), out_x_ptr,
+            False, SHIFT, FRESH, CHUNKS, SPLITS, BM, BN, BK, W, DC, PARTS, READY,
+        )  # fmt: skip
+    elif SIDES == 2 or program < blocks_z * SPLITS_Z:
+        _gradient(
+            program, z, x, D, alpha, per_pull, per_push, factor, counter_ptr, floats(room_ptr, at_partial_z), out_z_ptr,
+            True, SHIFT, FRESH, CHUNKS, SPLITS_Z, BM_Z, BN, BK, W, DC, PARTS, READY,
+        )  # fmt: skip
+    else:
+        _gradient(
+            program - blocks_z * SPLITS_Z, x, z, D, alpha, per_pull, per_push, factor,
+            counter_ptr + blocks_z, floats(room_ptr, at_partial), out_x_ptr,
+            False, SHIFT, FRESH, CHUNKS, SPLITS, BM, BN, BK, W, DC, PARTS, READY,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gradient(
+    program, x, z, D, alpha, per_pull, per_push, factor, counter_ptr, partial_ptr, out_ptr,
+    PROXIES: tl.constexpr, SHIFT: tl.constexpr, FRESH: tl.constexpr, CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, W: tl.constexpr, DC: tl.constexpr, PARTS: tl.constexpr, READY: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of a block of proxies against the rows, or of rows against the proxies. Builds W again."""
+    chunk, split, block = program % CHUNKS, program // CHUNKS % SPLITS, program // (CHUNKS * SPLITS)
     rows = block * BM + tl.arange(0, BM)
-    at_d = chunk * DC
-    inv_x = tl.load(x_stats + rows, mask=rows < N, other=1.0)
     steep = alpha * _LOG2E
     per_steep = tl.where(steep == 0, 0.0, 1.0 / tl.where(steep == 0, 1.0, steep))
-    grad = tl.load(grad_ptr).to(tl.float32)
-    per_pull, per_push = grad * tl.load(scale_ptr).to(tl.float32), grad * tl.load(scale_ptr + 1).to(tl.float32)
+    fit_x, x_parts = left_fit(x, rows, steep, READY), left_rows(x, rows, D, 0, BK, W, PARTS, READY)
     sums, along = tl.zeros([BM, DC], tl.float32), tl.zeros([BM], tl.float32)
-    x = ready_rows(x_ptr, rows, N, inv_x, D, 0, BK)
-    share = tl.cdiv(tl.cdiv(M, BN), SPLITS) * BN
-    for first in range(split * share, tl.minimum(split * share + share, M), BN):
-        columns = first + tl.arange(0, BN)
-        inv_z = tl.load(z_stats + columns, mask=columns < M, other=1.0)
-        z = load_rows(z_ptr, columns, M, D, 0, BK)
-        tile = _cosines(x, x_ptr, rows, N, inv_x, steep, z, z_ptr, columns, M, inv_z, D, BM, BN, BK, ONE, PREC)
+    from_tile, to_tile = share(0, tl.cdiv(z[3], BN), split, SPLITS)
+    for k in range(from_tile, to_tile):
+        columns = k * BN + tl.arange(0, BN)
+        z_parts, fit_z = right_rows(z, columns, D, 0, BK, W, PARTS, READY), right_fit(z, columns, READY)
+        tile = cosines(x, rows, x_parts, fit_x, z, columns, z_parts, fit_z, D, BM, BN, BK, W, PARTS, READY)
         if PROXIES:
-            classes, C = rows[:, None], N
-            own = classes == tl.load(z_label_ptr + columns, mask=columns < M, other=-1).to(tl.int32)[None, :]
+            q, classes = x, rows[:, None]
+            own = classes == tl.load(integers(z, _CLASS) + columns)[None, :]
         else:
-            classes, C = columns[None, :], M
-            own = classes == tl.load(x_label_ptr + rows, mask=rows < N, other=-1).to(tl.int32)[:, None]
-        pull = -per_pull * tl.load(factor_ptr + classes, mask=classes < C, other=0.0)
-        push = per_push * tl.load(factor_ptr + C + classes, mask=classes < C, other=0.0)
+            q, classes = z, columns[None, :]
+            own = classes == tl.load(integers(x, _CLASS) + rows)[:, None]
+        there = classes < q[3]
+        pull = -per_pull * tl.load(numbers(q, _PULL) + classes, mask=there, other=0.0)
+        push = per_push * tl.load(numbers(q, _PUSH) + classes, mask=there, other=0.0)
+        exponent = tl.where(own, -tile, tile)
         if SHIFT:
-            top_pull = tl.load(factor_ptr + 2 * C + classes, mask=classes < C, other=0.0)
-            top_push = tl.load(factor_ptr + 3 * C + classes, mask=classes < C, other=0.0)
-            weight = tl.where(own, pull, push) * power(tl.where(own, -tile - top_pull, tile - top_push))
-            # Columns that are not there have a power of up to +146, and infinity times 0 is NaN.
-            weight = tl.where((columns < M)[None, :] & (tl.where(own, pull, push) != 0), weight, 0.0)
-        else:
-            weight = push * power(tile)
-            if any_of(own):
-                weight = tl.where(own, pull * power(-tile), weight)
-        sums, along = _add(
-            sums, along, weight, tile * per_steep, z, x_ptr, z_ptr, columns, M, inv_z, D, at_d, CHUNKS, BK, DC, PREC
-        )  # fmt: skip
+            top_pull = tl.load(numbers(q, _TOP_PULL) + classes, mask=there, other=0.0)
+            top_push = tl.load(numbers(q, _TOP_PUSH) + classes, mask=there, other=0.0)
+            exponent -= tl.where(own, top_pull, top_push)
+        weight = tl.where(own, pull, push)
+        # Columns that are not there have a power of up to +146, and infinity times 0 is NaN.
+        weight = tl.where((columns < z[3])[None, :] & (weight != 0), weight * power(exponent), 0.0)
+        sums, along = add_weighted(
+            sums, along, weight, tile * per_steep, z, columns, z_parts, fit_z, D, chunk * DC, BK, W, DC, PARTS, READY, FRESH
+        )
     finish_rows(
-        sums, along, x_ptr, rows, N, inv_x, D, at_d, block, split, chunk, per_push * 0.0,
-        counters(room_ptr, at_counters), floats(room_ptr, at_partial), out_ptr, SPLITS, CHUNKS, BM, DC,
+        sums * (factor * SCALE / scale_of(READY)), along * (factor * SCALE),
+        x, rows, D, chunk * DC, block, split, chunk, factor * 0.0,
+        counter_ptr, partial_ptr, out_ptr, SPLITS, CHUNKS, BM, DC,
     )  # fmt: skip
-
-
-@triton.jit
-def _halves(y, kind):
-    """Return two half-precision parts whose sum is y to 16 digits (bfloat16) or 22 (float16)."""
-    high = y.to(kind)
-    return high, (y - high.to(tl.float32)).to(kind)
-
-
-@triton.jit
-def _cosines(
-    x, x_ptr, rows, N, inv_x, steep, z, z_ptr, columns, M, inv_z, D,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """As `cosines` with the factor `steep`, also of half-precision rows with float32 ones, made unit rows in two halves."""
-    if x_ptr.dtype.element_ty == z_ptr.dtype.element_ty:
-        tile = cosines(x, x_ptr, rows, N, inv_x, steep, z, z_ptr, columns, M, inv_z, D, BM, BN, BK, ONE, PREC)
-    else:
-        tile = _in_halves(x, z, inv_z, tl.zeros([BM, BN], tl.float32))
-        if not ONE:
-            for k in range(BK, D, BK):
-                x = ready_rows(x_ptr, rows, N, inv_x, D, k, BK)
-                tile = _in_halves(x, load_rows(z_ptr, columns, M, D, k, BK), inv_z, tile)
-        if x_ptr.dtype.element_ty == tl.float32:
-            tile = tile * (inv_z * steep)[None, :]
-        elif x_ptr.dtype.element_ty == tl.bfloat16:
-            tile = tile * (inv_x / power_of_two(inv_x) * steep)[:, None]
-        else:
-            tile = tile * (inv_x * steep)[:, None]
-    return tile
-
-
-@triton.jit
-def _in_halves(x, z, inv_z, tile):
-    if x.dtype == tl.float32:
-        high, low = _halves(x, z.dtype)  # pyright: ignore[reportGeneralTypeIssues]
-        return tl.dot(low, tl.trans(z), tl.dot(high, tl.trans(z), tile))
-    else:
-        high, low = _halves(unit(z, inv_z), x.dtype)  # pyright: ignore[reportGeneralTypeIssues]
-        return tl.dot(x, tl.trans(low), tl.dot(x, tl.trans(high), tile))
-
-
-@triton.jit
-def _add(
-    sums, along, weight, tile, z, x_ptr, z_ptr, columns, M, inv_z, D, at_d,
-    CHUNKS: tl.constexpr, BK: tl.constexpr, DC: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """As add_weighted; what is float32 beside bfloat16 goes in two halves: proxies, or the weights of their gradient."""
-    if CHUNKS > 1 or BK != DC:  # else it is what was multiplied before
-        z = load_rows(z_ptr, columns, M, D, at_d, DC)
-    if (x_ptr.dtype.element_ty == tl.bfloat16) & (z_ptr.dtype.element_ty == tl.float32):
-        high, low = _halves(unit(z, inv_z), tl.bfloat16)  # pyright: ignore[reportGeneralTypeIssues]
-        scaled = weight.to(tl.bfloat16)
-        sums = tl.dot(scaled, low, tl.dot(scaled, high, sums))
-        if CHUNKS > 1:
-            along += tl.sum(scaled.to(tl.float32) * tile, 1)  # rounded like the sums, so that the difference keeps its digits
-    elif (x_ptr.dtype.element_ty == tl.float32) & (z_ptr.dtype.element_ty == tl.bfloat16):
-        high, low = _halves(weight * inv_z[None, :], tl.bfloat16)  # pyright: ignore[reportGeneralTypeIssues]
-        sums = tl.dot(low, z, tl.dot(high, z, sums))
-        if CHUNKS > 1:
-            along += tl.sum((high.to(tl.float32) + low.to(tl.float32)) * tile * (1.0 / inv_z)[None, :], 1)
-    else:
-        sums, along = add_weighted(  # pyright: ignore[reportGeneralTypeIssues]
-            sums, along, weight, tile, z, z_ptr, columns, M, inv_z, D, at_d, CHUNKS, BK, DC, PREC
-        )  # fmt: skip
-    return sums, along
 
 
 def _shifted(alpha: float, margin: float) -> bool:
@@ -294,24 +281,28 @@ def _shifted(alpha: float, margin: float) -> bool:
     return abs(alpha) * (1 + abs(margin)) > 44
 
 
+def _forward_tiles(classes: int, rows: int, s: Shape) -> Tiles:
+    """Return tiles of the forward pass, whose programs hand each other four numbers a proxy: so there may be many of them."""
+    t, splits = tiles(classes, rows, s), 1
+    while splits < 32 and 4 * splits * t.BN <= rows and splits * t.row_blocks(classes) < 400:
+        splits *= 2
+    return replace(t, splits=splits)
+
+
 def _plan(s: Shape) -> Plan:
     margin, alpha = s.settings
-    t, room = tiles(s.others, s.rows, s.width, s.wide, s.tf32), Room()
+    t, room = _forward_tiles(s.others, s.rows, s), Room()
     blocks, programs = t.row_blocks(s.others), t.programs(s.others)
-    at_rows, at_proxies, at_sums = room.floats(2 * s.rows), room.floats(2 * s.others), room.doubles(4 * blocks)
-    at_scale, at_factors, at_partial = room.doubles(2), room.floats(4 * s.others), room.floats(4 * programs * t.BM)
-    back = Backward(s, room, at_rows, at_proxies, least=1 + blocks)
-    places = (at_rows, at_proxies, at_sums, at_scale, at_factors, at_partial, back.at_counters)
-    shift = {"SHIFT": _shifted(alpha, margin)}
+    back = Backward(s, room, least=1 + blocks)
+    arranged = arrange(s, room, own=0, own_others=4, by_label=False, taken=back.partial_bytes)
+    at_sums, at_scale, at_partial = room.doubles(6 * blocks), room.doubles(3), room.floats(4 * programs * t.BM)
+    own = {**arranged.constants, "SHIFT": _shifted(alpha, margin), "FRESH": fresh(s)}
+    places = (*arranged.places, at_sums, at_scale, at_partial, back.at_counters, margin, alpha)
     return Plan(
-        forward=(
-            row_stats(s, at_rows, at_proxies, back.at_counters, back.counters),
-            Launch(_forward_kernel, programs, t, (s.rows, s.others, s.width, *places, margin, alpha), shift),
-        ),
-        backward=back.launches(
-            _backward_kernel, (at_scale, at_factors), (alpha,), {**shift, "PROXIES": False}, {**shift, "PROXIES": True}
-        ),
         room=room.words,
+        sort=False,
+        forward=(arranged.launch(back.at_counters, back.counters), Launch(_forward_kernel, programs, t, places, own)),
+        backward=back.launches(_backward_kernel, (*arranged.places, at_scale, alpha), own),
     )
 
 
