@@ -16,7 +16,7 @@ from pmlkit import paths
 from pmlkit.bench.check import check_answer
 from pmlkit.campaign import loss_case
 from pmlkit.errors import PmlkitError
-from pmlkit.losses import arrange, batch_hard_triplet, fused, tiling
+from pmlkit.losses import arrange, batch_hard_triplet, fused, mining, tiling
 from pmlkit.losses.batch_hard_triplet import BatchHardTripletLoss, batch_hard_triplet_loss
 from pmlkit.losses.bind import make_inputs
 from pmlkit.losses.contrastive import ContrastiveLoss, contrastive_loss
@@ -103,7 +103,7 @@ def see(
         exact = reference(wide[0], labels, wide[1])
     else:
         others = {"ref_emb_MD": wide[1] if ref is not None else None, "ref_labels_M": ref_labels}
-        triplets = {"triplets": batch_hard_triplet.mined(loss)} if name == "batch_hard_triplet" else {}
+        triplets = {"triplets": mining.mined(loss)} if name == "batch_hard_triplet" else {}
         exact = reference(wide[0], labels, **others, **triplets)
     grads = torch.autograd.grad(loss, leaves, torch.full_like(loss, grad))
     exact_grads = torch.autograd.grad(exact, wide, torch.full_like(exact, grad))
@@ -249,8 +249,8 @@ def test_near_and_equal_rows_of_a_large_batch(name: str, monkeypatch: pytest.Mon
     try:
         seen = see(name, emb, labels)
         if name == "batch_hard_triplet":
-            picked = batch_hard_triplet.mined(BatchHardTripletLoss()(emb.clone().requires_grad_(), labels))
-            exact = batch_hard_triplet.mine(emb.double(), labels)  # equal columns may round apart on a processor
+            picked = mining.mined(BatchHardTripletLoss()(emb.clone().requires_grad_(), labels))
+            exact = mining.mine(emb.double(), labels)  # equal columns may round apart on a processor
             assert torch.equal(picked[0], exact[0])
             assert all(torch.equal(emb[got], emb[want]) for got, want in zip(picked[1:], exact[1:], strict=True))
     finally:
@@ -466,9 +466,9 @@ def test_the_mined_triplets_are_the_hardest(dtype: torch.dtype, reference_set: b
     emb, labels = rows("trained", 70, 32, dtype)
     ref, ref_labels = rows("trained", 50, 32, dtype, seed=1) if reference_set else (emb, labels)
     others = {"ref_emb": ref, "ref_labels": ref_labels} if reference_set else {}
-    a, p, n = batch_hard_triplet.mined(BatchHardTripletLoss()(emb.clone().requires_grad_(), labels, **others))
+    a, p, n = mining.mined(BatchHardTripletLoss()(emb.clone().requires_grad_(), labels, **others))
     wide = {"ref_emb_MD": ref.double(), "ref_labels_M": ref_labels} if reference_set else {}
-    exact = batch_hard_triplet.mine(emb.double(), labels, **wide)
+    exact = mining.mine(emb.double(), labels, **wide)
     unit, units = (torch.nn.functional.normalize(one.double()) for one in (emb, ref))
     assert torch.equal(a, exact[0])
     assert bool((labels[a] == ref_labels[p]).all() and (labels[a] != ref_labels[n]).all())

@@ -12,12 +12,13 @@ from pmlkit.bench.measure import measure
 from pmlkit.bench.memory import cuda_memory
 from pmlkit.bench.timing import time_phases, warm_up
 from pmlkit.campaign import Job, loss_case
-from pmlkit.losses.batch_hard_triplet import BatchHardTripletLoss, mine, mined
+from pmlkit.losses.batch_hard_triplet import BatchHardTripletLoss
 from pmlkit.losses.bind import Bound, exact, make_inputs
 from pmlkit.losses.bind_fused import bind_fused, bind_fused_graph
 from pmlkit.losses.contrastive import ContrastiveLoss
 from pmlkit.losses.dense import bind_compiled, bind_dense, bind_graph
 from pmlkit.losses.floor import bind_floor
+from pmlkit.losses.mining import mine, mined
 from pmlkit.losses.ntxent import NTXentLoss
 from pmlkit.protocol import PROTOCOLS
 from pmlkit.registry import LOSSES, resolve, subject

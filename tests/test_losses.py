@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pmlkit.errors import PmlkitError
-from pmlkit.losses import batch_hard_triplet, contrastive, ntxent, proxy_anchor
+from pmlkit.losses import batch_hard_triplet, contrastive, mining, ntxent, proxy_anchor
 from pmlkit.losses import rows as shared_rows
 
 PAIR_OPS = ["contrastive", "batch_hard_triplet", "ntxent"]
@@ -138,7 +138,7 @@ def test_duplicates(copies, dtype):
     loss, _ = ours("contrastive", emb, labels)
     wanted = pull.mean() + (push.mean() if len(push) else 0)
     assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
-    anchor, positive, negative = batch_hard_triplet.mine(emb, labels)
+    anchor, positive, negative = mining.mine(emb, labels)
     assert anchor.tolist() == list(range(2 * copies)) and negative.max() < copies
     assert torch.equal(positive, distance.masked_fill(~same | torch.eye(2 * copies).bool(), -1).argmax(1))
     assert torch.equal(negative, distance.masked_fill(same, math.inf).argmin(1))

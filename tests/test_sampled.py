@@ -7,9 +7,9 @@ from pmlkit.bench import check
 from pmlkit.bench.check import check_answer, mining_gap
 from pmlkit.campaign import loss_case
 from pmlkit.losses import sampled
-from pmlkit.losses.batch_hard_triplet import mine
 from pmlkit.losses.bind import Bound, bind_reference, exact, make_inputs
 from pmlkit.losses.bind_fused import bind_fused
+from pmlkit.losses.mining import mine
 from pmlkit.losses.sampled import SAMPLED, exact_of_rows
 
 

@@ -90,7 +90,7 @@ def _arrange(
         label = tl.load(label_ptr + at, mask=real, other=0)
         row = tl.load(label_ptr + s[3] + at, mask=real, other=0)
         begin, end = _bound(label, other_ptr, others, False, BM), _bound(label, other_ptr, others, True, BM)
-    inv, square = _lengths(s[0], row, real, D, BM, BK)
+    inv, square = _lengths(s[0], row, real, D, BM, BK)  # pyright: ignore[reportGeneralTypeIssues]
     fit = tl.full([BM], 1.0, tl.float32)
     if s[0].dtype.element_ty != tl.float32:
         fit = tl.where(inv == inv, inv / power_of_two(inv), 1.0)

@@ -23,16 +23,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pmlkit.losses.arrange import arrange, numbers_of, padded
+from pmlkit.losses.arrange import arrange
 from pmlkit.losses.fused import register
 from pmlkit.losses.handover import arrive, counters, pick, poison_of, totals
-from pmlkit.losses.launch import Backward, Launch, Plan, Room, places_of
+from pmlkit.losses.launch import Backward, Launch, Plan, Room
+from pmlkit.losses.mining import Triplets, anchor_numbers, mine
 from pmlkit.losses.module import FusedLoss, evaluate
-from pmlkit.losses.rows import reference_set, root, squared_distances, tied, unit_rows
+from pmlkit.losses.nearest import LAST, NO_KEY, index_in_tile, key, lower
+from pmlkit.losses.rows import reference_set, root, tied, unit_rows
 from pmlkit.losses.sides import (
     BEGIN,
     END,
-    FIT,
     INV,
     ORDER,
     OWN,
@@ -43,7 +44,6 @@ from pmlkit.losses.sides import (
     left_rows,
     numbers,
     raw_rows,
-    ready_rows,
     right_fit,
     right_rows,
     side,
@@ -60,9 +60,7 @@ from pmlkit.losses.tiles import (
     unit_column,
     write_rows,
 )
-from pmlkit.losses.tiling import Shape, Tiles, bands, large, parts, ready_width, tiles
-
-Triplets = tuple[Tensor, Tensor, Tensor]
+from pmlkit.losses.tiling import Shape, Tiles, bands, forward_tiles, tiles
 
 
 def reference(
@@ -93,47 +91,10 @@ def reference(
     return tied(loss, emb_ND, ref_emb_MD)
 
 
-@torch.no_grad()
-def mine(emb_ND: Tensor, labels_N: Tensor, *, ref_emb_MD: Tensor | None = None, ref_labels_M: Tensor | None = None) -> Triplets:
-    """Return anchors, positives and negatives: int64, ascending anchors, ties to the first index. Rule: BatchHardMiner.
-
-    Positives and negatives index the reference rows if there are any. Raises PmlkitError for labels that do not fit
-    the rows, or for half a reference set.
-    """
-    refs_MD, refs_M, dtype = reference_set(emb_ND, labels_N, ref_emb_MD, ref_labels_M)
-    if not len(labels_N) or not len(refs_M):
-        none = torch.zeros(0, dtype=torch.int64, device=emb_ND.device)
-        return none, none, none
-    positive_NM = labels_N[:, None] == refs_M[None, :]
-    negative_NM = ~positive_NM
-    if ref_emb_MD is None:
-        positive_NM.fill_diagonal_(False)
-    y_ND, z_MD = unit_rows(emb_ND.to(dtype)), unit_rows(refs_MD.to(dtype))
-    sq_NM = squared_distances(y_ND, z_MD, positive_NM | negative_NM)
-    anchors_T = (positive_NM.any(1) & negative_NM.any(1)).nonzero()[:, 0]
-    sq_NM = sq_NM[:, _first_copies(z_MD)]
-    farthest_N = sq_NM.masked_fill(~positive_NM, -torch.inf).argmax(1)
-    nearest_N = sq_NM.masked_fill(~negative_NM, torch.inf).argmin(1)
-    return anchors_T, farthest_N[anchors_T], nearest_N[anchors_T]
-
-
-def _first_copies(rows_MD: Tensor) -> Tensor:
-    """Return for every row the first index of an identical row.
-
-    A matrix product may round equal columns differently, so copies would otherwise not tie.
-    """
-    # NaN has no order and must not reach the sort.
-    _, copy_M = torch.unique(rows_MD.nan_to_num(), dim=0, return_inverse=True)
-    index_M = torch.arange(len(rows_MD), device=rows_MD.device)
-    return torch.full_like(index_M, len(rows_MD)).scatter_reduce(0, copy_M, index_M, "amin")[copy_M]
-
-
 # Numbers of a row as an anchor: positions of its positive and its negative (-1 for an anchor that is left out, -2 - position
 # where there is no gradient), 1/d_ip and 1/d_in (0 there), and, where several programs share the columns of a gradient, the
 # parts of u = (z_p - y)/d_ip and w = (z_n - y)/d_in along y.
 _FARTHEST, _NEAREST, _PULL, _PUSH, _ALONG_P, _ALONG_N = (tl.constexpr(OWN.value + i) for i in range(6))
-_NO_KEY = tl.constexpr(-0x7F00000000000000)  # below the key of every pair
-_LAST = tl.constexpr(0x7FFFFFFF)
 _LATE = 8192  # columns from which a second look at one tile costs less than indices of all
 _SCAN = tl.constexpr(1024)  # anchors that a gradient program looks at together
 
@@ -161,7 +122,7 @@ def _forward_kernel(
     fit_x = left_fit(x, rows, -2.0, READY)
     x_parts = left_rows(x, rows, D, 0, BK, W, PARTS, READY)
     high, low = tl.full([BM], -FAR, tl.float32), tl.full([BM], FAR, tl.float32)
-    at_high, at_low = tl.full([BM], _LAST, tl.int32), tl.full([BM], _LAST, tl.int32)
+    at_high, at_low = tl.full([BM], LAST, tl.int32), tl.full([BM], LAST, tl.int32)
     first, wide, full = band(x, block, M, BM, BN, BANDS)
     from_tile, to_tile = share(0, full - wide, split, SPLITS)
     if LATE:
@@ -174,25 +135,25 @@ def _forward_kernel(
             best_tile = tl.where(best < low, plain_tile(k, first, wide), best_tile)
             low = tl.minimum(best, low)
         if tl.max(tl.where(rows < N, tied, 0), 0) == 0:
-            at_low = _index_in_tile(x, rows, z, best_tile, D, BM, BN, BK, W, PARTS, READY)
+            at_low = index_in_tile(x, rows, z, best_tile, D, BM, BN, BK, W, PARTS, READY)
             from_tile = to_tile
     if BANDS:
         for k in tl.range(from_tile, to_tile, num_stages=1 if LATE else None):
             columns = plain_tile(k, first, wide) * BN + tl.arange(0, BN)
             tile = _closeness(x, rows, x_parts, fit_x, z, columns, D, BM, BN, BK, W, PARTS, READY)
-            low, at_low = _lower(low, at_low, tile, tl.load(integers(z, ORDER) + columns))
+            low, at_low = lower(low, at_low, tile, tl.load(integers(z, ORDER) + columns))
     for k in tl.range(split, wide + tl.cdiv(M, BN) - full, SPLITS, num_stages=1 if BANDS else None):
         columns = careful_tile(k, first, wide, full) * BN + tl.arange(0, BN)
         tile = _closeness(x, rows, x_parts, fit_x, z, columns, D, BM, BN, BK, W, PARTS, READY)
         index = tl.load(integers(z, ORDER) + columns)
         positive = positives(begin, end, columns)
-        low, at_low = _lower(low, at_low, tl.where(positive | (columns >= M)[None, :], FAR, tile), index)
+        low, at_low = lower(low, at_low, tl.where(positive | (columns >= M)[None, :], FAR, tile), index)
         if SELF:
             positive &= rows[:, None] != columns[None, :]
-        higher, at_high = _lower(-high, at_high, tl.where(positive, -tile, FAR), index)
+        higher, at_high = lower(-high, at_high, tl.where(positive, -tile, FAR), index)
         high = -higher
-    farthest = tl.where(high > -FAR, _key(high, at_high), _NO_KEY)
-    nearest = tl.where(low < FAR, _key(-low, at_low), _NO_KEY)
+    farthest = tl.where(high > -FAR, key(high, at_high), NO_KEY)
+    nearest = tl.where(low < FAR, key(-low, at_low), NO_KEY)
     if SPLITS > 1:
         place = keys_ptr + block * SPLITS * 2 * BM + inside
         tl.store(place + split * 2 * BM, farthest)
@@ -224,55 +185,15 @@ def _closeness(
 
 
 @triton.jit
-def _index_in_tile(
-    x, rows, z, best_tile, D,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, READY: tl.constexpr,
-):  # fmt: skip
-    """Return the lowest index of a row's nearest column in a tile of its own, by differences of ready rows."""
-    low, at_low = tl.full([BM], FAR, tl.float32), tl.full([BM], _LAST, tl.int32)
-    fit_x = tl.load(numbers(x, FIT) + rows)[:, None]
-    for j in range(0, BN):
-        columns = best_tile * BN + j
-        fit_z, squares = tl.load(numbers(z, FIT) + columns)[:, None], tl.zeros([BM], tl.float32)
-        for k in range(0, W, BK):
-            y, other = ready_rows(x, rows, D, k, BK, W, PARTS, READY), ready_rows(z, columns, D, k, BK, W, PARTS, READY)
-            apart = other[0].to(tl.float32) * fit_z - y[0].to(tl.float32) * fit_x
-            if PARTS == 2:
-                apart += other[1].to(tl.float32) - y[1].to(tl.float32)
-            squares += tl.sum(apart * apart, 1)
-        index = tl.load(integers(z, ORDER) + columns)
-        at_low = tl.where((squares < low) | ((squares == low) & (index < at_low)), index, at_low)
-        low = tl.minimum(squares, low)
-    return at_low
-
-
-@triton.jit
-def _lower(low, at_low, tile, index):
-    """Return the lowest number of each row so far and the lowest index of a column that has it."""
-    best = tl.min(tile, 1)
-    at = tl.min(tl.where(tile == best[:, None], index[None, :], _LAST), 1)
-    at = tl.where(best < low, at, tl.where(best == low, tl.minimum(at, at_low), at_low))
-    return tl.minimum(best, low), at
-
-
-@triton.jit
-def _key(value, index):
-    """Return a key that grows with a number and, among equal ones, falls with an index."""
-    bits = value.to(tl.int32, bitcast=True)
-    rank = tl.where(bits < 0, bits ^ _LAST, bits)
-    return (rank.to(tl.int64) << 32) | (index ^ _LAST).to(tl.int64)
-
-
-@triton.jit
 def _judge(
     farthest, nearest, x, z, sums_ptr, scale_ptr, counter_ptr, loss_ptr, rows, block, blocks, D, margin,
     SELF: tl.constexpr, BM: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers of the anchors of a row block, and its part of the loss. The last block divides."""
-    kept = (rows < x[3]) & (farthest > _NO_KEY) & (nearest > _NO_KEY)
+    kept = (rows < x[3]) & (farthest > NO_KEY) & (nearest > NO_KEY)
     # A raw NaN is no column's lowest number and so leaves no index; the loss is NaN then whatever is picked.
-    p = tl.minimum(((farthest & _LAST) ^ _LAST).to(tl.int32), z[3] - 1)
-    n = tl.minimum(((nearest & _LAST) ^ _LAST).to(tl.int32), z[3] - 1)
+    p = tl.minimum(((farthest & LAST) ^ LAST).to(tl.int32), z[3] - 1)
+    n = tl.minimum(((nearest & LAST) ^ LAST).to(tl.int32), z[3] - 1)
     p, n = tl.load(integers(z, RANK) + tl.where(kept, p, 0)), tl.load(integers(z, RANK) + tl.where(kept, n, 0))
     distance_p, along_p = _apart(x, rows, z, p, D, BM)
     distance_n, along_n = _apart(x, rows, z, n, D, BM)
@@ -389,9 +310,9 @@ def _add_targets(
     for begin in range(start, stop, _SCAN):
         anchors = begin + tl.arange(0, _SCAN)
         picked = tl.load(integers(z, PICK) + anchors, mask=anchors < stop, other=-1)
-        left = tl.where((picked >= first) & (picked < first + BM), anchors, _LAST)
+        left = tl.where((picked >= first) & (picked < first + BM), anchors, LAST)
         anchor = tl.min(left, 0)
-        while anchor < _LAST:
+        while anchor < LAST:
             row, weight = tl.load(integers(z, PICK) + anchor), tl.load(numbers(z, WEIGHT) + anchor) * sign
             columns = at_d + tl.arange(0, DC)
             y_a = unit_column(z, anchor, tl.load(numbers(z, INV) + anchor), columns, D)
@@ -400,32 +321,23 @@ def _add_targets(
             sums += tl.where(here[:, None], apart[None, :], 0.0)
             if CHUNKS > 1:  # <z_p, y_a - z_p> is -(d² + <y_a, z_p - y_a>), here over d; |weight| is 1 / d
                 along -= tl.where(here, tl.load(numbers(z, ALONG) + anchor) * sign + 1.0 / weight, 0.0)
-            left = tl.where(left == anchor, _LAST, left)
+            left = tl.where(left == anchor, LAST, left)
             anchor = tl.min(left, 0)
     return sums, along
 
 
-def _numbers_kept(width: int) -> int:
-    """Return how many numbers an anchor keeps."""
-    return 4 if ready_width(width) <= 128 else 6
-
-
-def _mining_tiles(rows: int, others: int, s: Shape) -> Tiles:
-    """Return tiles of the forward pass. Large batches: NVIDIA H200, 2026-12-01, 32,768 bfloat16 rows: 708 us, 64 x 128 890."""
-    t = tiles(rows, others, s)
-    return replace(t, BM=128, BN=64, stages=3) if large(rows) and parts(s) == 1 and t.W <= 128 else t
-
-
 def _gradient_tiles(rows: int, others: int, s: Shape) -> Tiles:
-    """Return tiles of the backward pass: few rows each, which are added to one by one, and no program shares them."""
-    fewest = max(rows, others) // 512
-    BM = max(2, min(16, 1 << max(0, fewest - 1).bit_length()))
-    return replace(tiles(rows, others, s), BM=BM, splits=1, warps=1 if BM < 4 else 2 if BM < 8 else 4)
+    """Return tiles of the backward pass: few rows each, which are added to one by one, and no program shares them.
+
+    NVIDIA H200, 2026-12-01, 32,768 bfloat16 rows: a pair of 894 us with one warp, 920 with four.
+    """
+    BM = max(2, min(16, 1 << max(0, max(rows, others) // 512 - 1).bit_length()))
+    return replace(tiles(rows, others, s), BM=BM, splits=1, warps=1 if BM in (2, 16) else 2)
 
 
 def _plan(s: Shape) -> Plan:
-    t, room = _mining_tiles(s.rows, s.others, s), Room()
-    arranged, blocks = arrange(s, room, own=_numbers_kept(s.width)), t.row_blocks(s.rows)  # first: `mined` reads it there
+    t, room = forward_tiles(s.rows, s.others, s), Room()
+    arranged, blocks = arrange(s, room, own=anchor_numbers(s.width)), t.row_blocks(s.rows)  # first: `mined` reads it there
     at_sums, at_scale = room.doubles(2 * blocks), room.doubles(1)
     at_keys = room.doubles(2 * t.programs(s.rows) * t.BM if t.splits > 1 else 0)
     back = Backward(s, room, least=1 + blocks, tiles=_gradient_tiles)
@@ -440,23 +352,6 @@ def _plan(s: Shape) -> Plan:
 
 
 register("batch_hard_triplet", _plan)
-
-
-def mined(loss: Tensor) -> Triplets:
-    """Return what a fused loss, computed eagerly of rows that need a gradient, has picked: as `mine` does."""
-    emb_ND, others_MD, room = loss.grad_fn.saved_tensors  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    rows, stride = len(emb_ND), padded(len(emb_ND))
-    numbers = room.view(torch.int32)
-    alone = emb_ND is others_MD or emb_ND.data_ptr() == others_MD.data_ptr()
-    at_others = 0 if alone else 2 * places_of(numbers_of(rows, _numbers_kept(emb_ND.shape[1])))
-    of_anchors, of_others = numbers, numbers[at_others:]
-    order_N = of_anchors[ORDER.value * stride :][:rows].long()
-    order_M = of_others[ORDER.value * padded(len(others_MD)) :][: len(others_MD)].long()
-    picks_2N = of_anchors[_FARTHEST.value * stride :][: 2 * stride].view(2, stride)[:, :rows]
-    kept_T = (picks_2N[0] != -1).nonzero()[:, 0]
-    kept_T = kept_T[order_N[kept_T].argsort()]
-    positive_T, negative_T = order_M[torch.where(picks_2N < 0, -2 - picks_2N, picks_2N)[:, kept_T].long()]
-    return order_N[kept_T], positive_T, negative_T
 
 
 def batch_hard_triplet_loss(

@@ -7,10 +7,11 @@ import torch
 
 from pmlkit.case import Case
 from pmlkit.errors import PmlkitError, nearest
-from pmlkit.losses.batch_hard_triplet import BatchHardTripletLoss, mined
+from pmlkit.losses.batch_hard_triplet import BatchHardTripletLoss
 from pmlkit.losses.bind import Bound, LossInputs, captured
 from pmlkit.losses.contrastive import ContrastiveLoss
 from pmlkit.losses.fused import fusable
+from pmlkit.losses.mining import mined
 from pmlkit.losses.ntxent import NTXentLoss
 from pmlkit.losses.proxy_anchor import ProxyAnchorLoss
 

@@ -50,7 +50,7 @@ from pmlkit.losses.sides import (
     side,
 )
 from pmlkit.losses.tiles import add_weighted, band, careful_tile, cosines, finish_rows, plain_tile, positives, share
-from pmlkit.losses.tiling import Shape, Tiles, bands, fresh, large, parts, tiles
+from pmlkit.losses.tiling import Shape, Tiles, bands, forward_tiles, fresh, large, parts, tiles
 
 
 def reference(
@@ -326,20 +326,14 @@ def _add_tile(
     return add_weighted(sums, along, weight, tile / slope, z, columns, z_parts, fit_z, D, at_d, BK, W, DC, PARTS, READY, FRESH)
 
 
-def _forward_tiles(rows: int, others: int, s: Shape) -> Tiles:
-    """Return tiles of the forward pass. Large batches: NVIDIA H200, 2026-12-01, 32,768 bfloat16 rows: 635 us, 64 x 64 790."""
-    t = tiles(rows, others, s)
-    return replace(t, BM=128, BN=64, stages=3) if large(rows) and parts(s) == 1 and t.W <= 128 else t
-
-
 def _gradient_tiles(rows: int, others: int, s: Shape) -> Tiles:
-    """Return tiles of the backward pass. Large batches: as above, 64 x 128 takes 940 us, 64 x 64 1,060."""
+    """Return tiles of the backward pass. NVIDIA H200, 2026-12-01, 32,768 bfloat16 rows: 64 x 128 940 us, 64 x 64 1,060."""
     t = tiles(rows, others, s)
     return replace(t, BN=128, stages=2) if large(rows) and parts(s) == 1 and t.W <= 128 else t
 
 
 def _plan(s: Shape) -> Plan:
-    t, slope, room = _forward_tiles(s.rows, s.others, s), math.log2(math.e) / s.settings[0], Room()
+    t, slope, room = forward_tiles(s.rows, s.others, s), math.log2(math.e) / s.settings[0], Room()
     arranged, blocks, programs = arrange(s, room, own=3), t.row_blocks(s.rows), t.programs(s.rows)
     at_sums, at_scale, at_partial = room.doubles(3 * blocks), room.doubles(2), room.floats(2 * programs * t.BM)
     back = Backward(s, room, least=1 + blocks, tiles=_gradient_tiles)

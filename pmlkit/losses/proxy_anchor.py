@@ -142,7 +142,7 @@ def _total(
 
     That is as large as weights in float16 may be; the third number takes it back.
     """
-    pull, pull_factor, top_pull, pull_share = _logarithm(shares, margin, alpha, SPLITS, BM)
+    pull, pull_factor, top_pull, pull_share = _logarithm(shares, margin, alpha, SPLITS, BM)  # pyright: ignore[reportGeneralTypeIssues]
     push, push_factor, top_push, push_share = _logarithm(shares + 2 * BM, margin, alpha, SPLITS, BM)
     wanted = classes < q[3]
     tl.store(numbers(q, _PULL) + classes, pull_factor)
@@ -284,7 +284,7 @@ def _shifted(alpha: float, margin: float) -> bool:
 def _forward_tiles(classes: int, rows: int, s: Shape) -> Tiles:
     """Return tiles of the forward pass, whose programs hand each other four numbers a proxy: so there may be many of them."""
     t, splits = tiles(classes, rows, s), 1
-    while splits < 32 and 4 * splits * t.BN <= rows and splits * t.row_blocks(classes) < 400:
+    while splits < 16 and 4 * splits * t.BN <= rows and splits * t.row_blocks(classes) < 400:
         splits *= 2
     return replace(t, splits=splits)
 

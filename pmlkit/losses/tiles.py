@@ -100,7 +100,7 @@ def add_weighted(
         high = weight.to(tl.bfloat16)
         low = high
     else:
-        high, low = in_parts(weight, PARTS)
+        high, low = in_parts(weight, PARTS)  # pyright: ignore[reportGeneralTypeIssues]
     if PARTS == 2:
         part = tl.dot(high, z_parts[1], tl.dot(low, z_parts[0]))
         sums += tl.dot(high, z_parts[0], part)

@@ -1,6 +1,6 @@
 """Tile choices of the fused losses, one small function, so that tests can ask it without a GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -102,14 +102,15 @@ def tiles(rows: int, others: int, shape: Shape) -> Tiles:
     """
     W = ready_width(shape.width)
     BM = 64 if rows * others >= 2**21 else 16
-    BN = 64
+    between = BM == 64 and rows <= 4096 and not shape.reference_set and parts(shape) == 1
+    BN = 32 if between else 64  # 2,048 bfloat16 rows: contrastive 39 us instead of 44, NT-Xent 40 instead of 42
     DC = min(W, 128)
     blocks, splits = -(-rows // BM) * -(-W // DC), 1
     sides = 1 + (shape.reference_set and not large(max(rows, others)))
     while (
         not large(rows)
         and splits < 32
-        and 4 * splits * BN <= others
+        and 256 * splits <= others
         and 2 * splits * blocks * sides <= _PROGRAMS
         and 2 * splits * blocks * sides * BM * (DC + 1) * 4 <= _MOST_PARTIAL_BYTES
     ):
@@ -117,3 +118,13 @@ def tiles(rows: int, others: int, shape: Shape) -> Tiles:
     stages = 3 if parts(shape) == 1 else 2
     # Wider rows than 128 come in parts of 64, so that registers and the smallest card's shared memory hold them.
     return Tiles(BM=BM, BN=BN, BK=W if W <= 128 else 64, W=W, DC=DC, splits=splits, warps=4, stages=stages)
+
+
+def forward_tiles(rows: int, others: int, shape: Shape) -> Tiles:
+    """Return tiles of a forward pass that keeps little but its tile: taller ones for large batches in one part.
+
+    NVIDIA H200, 2026-12-01, 32,768 bfloat16 rows: 708 us to mine batch-hard triplets where 64 x 128 takes 890; 635 us for
+    NT-Xent where 64 x 64 takes 790.
+    """
+    t = tiles(rows, others, shape)
+    return replace(t, BM=128, BN=64, stages=3) if large(rows) and parts(shape) == 1 and t.W <= 128 else t
