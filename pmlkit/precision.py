@@ -14,6 +14,7 @@ class Precision:
     block: values that share one scale, or None. scale: type of the block scale. tensor_scale: type of a further scale per
     row or tensor. element_bits, scale_bits: sizes. tolerance: largest accepted ‖difference‖/‖reference‖ of a loss value or
     a gradient against float64 on the same rounded inputs, for a subject that may do all its arithmetic in this format.
+    loss_scale: what a loss is multiplied by before its backward pass, as one trains in a format of few exponents.
     """
 
     key: str
@@ -24,6 +25,7 @@ class Precision:
     scale: str | None = None
     scale_bits: int = 0
     tensor_scale: str | None = None
+    loss_scale: float = 1.0
 
     @property
     def bits(self) -> Fraction:
@@ -43,7 +45,7 @@ PRECISIONS = {
     for p in (
         Precision("fp64", "float64", 64, 1e-12),
         Precision("fp32", "float32", 32, 1e-5),
-        Precision("fp16", "float16", 16, 6e-2),
+        Precision("fp16", "float16", 16, 6e-2, loss_scale=1024.0),
         Precision("bf16", "bfloat16", 16, 2e-2),
         Precision("mxfp8", "e4m3", 8, 6e-2, block=32, scale="e8m0", scale_bits=8),
         Precision("nvfp4", "e2m1", 4, 2.5e-1, block=16, scale="e4m3", scale_bits=8, tensor_scale="float32"),

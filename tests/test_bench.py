@@ -16,7 +16,7 @@ from pmlkit.bench.rotate import Rotating
 from pmlkit.bench.timing import time_phases, warm_up
 from pmlkit.campaign import Job, loss_case
 from pmlkit.errors import PmlkitError
-from pmlkit.losses.bind import Bound, bind_reference, make_inputs
+from pmlkit.losses.bind import Bound, bind_reference, make_inputs, with_loss_scale
 from pmlkit.protocol import PROTOCOLS, Protocol
 from pmlkit.record import Timer
 from pmlkit.registry import subject
@@ -216,3 +216,18 @@ def test_a_cache_state_that_this_device_cannot_make_is_refused() -> None:
     )
     with pytest.raises(PmlkitError, match="'cold' caches are made on CUDA devices only"):
         refuse(job)
+
+
+def test_float16_runs_with_a_loss_scale() -> None:
+    """A pair of float16 rows back-propagates 1,024 times its loss, and the check takes that back; other types go unscaled."""
+    for key, scale in (("fp16", 1024), ("bf16", 1)):
+        case = loss_case("ntxent", 24, key)
+        inputs = make_inputs(case)
+        bound = with_loss_scale(bind_reference)(case, inputs)
+        assert bound.scale == scale
+        (plain,) = torch.autograd.grad(bound.forward() * scale, inputs.emb_ND)
+        bound.pair()
+        assert torch.equal(inputs.emb_ND.grad, plain)  # type: ignore[arg-type]
+        check = check_answer(case, inputs, bound)
+        assert check.rms_rel is not None
+        assert check.rms_rel <= (1e-3 if key == "fp16" else 4e-3)

@@ -32,6 +32,8 @@ from pmlkit.losses.tiling import Shape, parts, tiles
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+# Relative error of the value. Beside bfloat16 rows proxies are rounded to 11 digits.
+VALUES = {torch.float32: 1e-6, torch.bfloat16: 4e-6, torch.float16: 4e-6}
 # Norm of the difference over norm of the float64 gradient of the same rows: what the contract of the losses asks.
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 PAIRWISE: dict[str, Callable[..., FusedLoss]] = {
@@ -54,6 +56,11 @@ def module(name: str, width: int = 16, dtype: torch.dtype = torch.float32) -> Fu
 def shape(n: int, m: int, width: int, dtype: torch.dtype, tf32: bool = False) -> Shape:
     """Return the shape of n rows against m reference rows, or without them against themselves."""
     return Shape(n, m or n, width, dtype, dtype, bool(m), (), tf32)
+
+
+def value_limit(name: str, dtype: torch.dtype) -> float:
+    """Return the largest relative error of a loss."""
+    return 4e-5 if name == PROXY and dtype == torch.bfloat16 else VALUES[dtype]
 
 
 @dataclass
@@ -116,7 +123,7 @@ def see(
 def test_against_float64(name: str, dtype: torch.dtype, n: int, width: int) -> None:
     """Value and gradient at sizes on and off the tiles."""
     errors = see(name, *rows("random", n, width, dtype)).errors()
-    assert errors[0] <= (1e-6 if dtype == torch.float32 else 4e-6)
+    assert errors[0] <= value_limit(name, dtype)
     assert max(errors[1:]) <= LIMITS[dtype]
 
 
@@ -138,7 +145,7 @@ def test_rows_of_one_number(name: str, n: int) -> None:
 def test_clusters(name: str, kind: str, dtype: torch.dtype) -> None:
     """Where rows of a class lie close together the product has lost the digits that the gradient needs."""
     errors = see(name, *rows(kind, 48, 128, dtype)).errors()
-    assert errors[0] <= 1e-5
+    assert errors[0] <= max(1e-5, value_limit(name, dtype))
     assert errors[1] <= 2 * LIMITS[dtype] if kind == "tight" else LIMITS[dtype]
 
 
@@ -233,7 +240,7 @@ def test_paths_of_large_batches(name: str, dtype: torch.dtype, copies: bool, mon
         errors = see(name, emb, labels % CLASSES if name == PROXY else labels).errors()
     finally:
         fused._planned.cache_clear()
-    assert errors[0] <= (1e-6 if dtype == torch.float32 else 4e-5 if name == PROXY else 4e-6)
+    assert errors[0] <= value_limit(name, dtype)
     assert max(errors[1:]) <= LIMITS[dtype]
 
 
@@ -244,8 +251,8 @@ def test_near_and_equal_rows_of_a_large_batch(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(tiling, "_BANDED", 100)
     monkeypatch.setattr(batch_hard_triplet, "_LATE", 100)
     fused._planned.cache_clear()
-    emb, labels = rows("trained", 300, 32, torch.float32)
-    emb[50:250] = emb[:10].repeat(20, 1)
+    emb, labels = rows("trained", 240, 32, torch.float32)
+    emb[40:200] = emb[:8].repeat(20, 1)
     try:
         seen = see(name, emb, labels)
         if name == "batch_hard_triplet":
@@ -263,6 +270,7 @@ def test_near_and_equal_rows_of_a_large_batch(name: str, monkeypatch: pytest.Mon
 def test_rows_in_the_order_of_their_labels(most: int, n: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Order, rank and class ranges of both sides are torch's stable sort and search, whoever sorts."""
     monkeypatch.setattr(arrange, "_MOST_RANKED", most)
+    monkeypatch.setattr(arrange, "_blocks", lambda rows: (8, 128))
     draw = torch.Generator().manual_seed(n)
     labels = [torch.randint(-9, 9, (count,), generator=draw).to(DEVICE) * 2**33 for count in (n, m) if count]
     room = Room()
@@ -342,7 +350,7 @@ def test_rows_of_extreme_length(name: str, dtype: torch.dtype, size: float) -> N
     emb, labels = rows("random", 24, 32, dtype)
     emb[5:9] *= size
     seen = see(name, emb, labels)
-    assert seen.errors()[0] <= 1e-6
+    assert seen.errors()[0] <= value_limit(name, dtype)
     for part in (slice(5, 9), slice(9, None)):
         got, want = seen.grads[0][part].double(), seen.exact_grads[0][part]
         assert float((got - want).norm() / want.norm()) <= 2 * LIMITS[dtype]

@@ -25,7 +25,7 @@ def check_answer(case: Case, inputs: LossInputs, bound: Bound) -> Check:
     """
     bound.poison()
     loss = bound.pair()
-    got = [loss.detach(), *(_gradient(leaf) for leaf in bound.leaves)]
+    got = [loss.detach(), *(_gradient(leaf).double() / bound.scale for leaf in bound.leaves)]
     large = case.shape["N"] > LARGEST and case.op != "proxy_anchor"
     limit = precision(case.precision).tolerance
     if bound.mined is not None and large:

@@ -19,7 +19,7 @@ from pmlkit.bench.timing import Samples, time_phases, warm_up
 from pmlkit.campaign import Job
 from pmlkit.case import Case
 from pmlkit.errors import PmlkitError
-from pmlkit.losses.bind import Bound, LossInputs, make_inputs
+from pmlkit.losses.bind import Bound, LossInputs, make_inputs, with_loss_scale
 
 _WINDOWS = 15  # fewer cannot tell a slope from chance: with five, tau is 0.6 in 23 % of steady series
 _TRIES = 4  # the first and three with more warm-up
@@ -27,7 +27,7 @@ _TRIES = 4  # the first and three with more warm-up
 
 def measure(job: Job, bind: Callable[[Case, LossInputs], Bound]) -> Outcome:
     """Return what was seen. Every failure becomes an outcome with a typed status."""
-    outcome = Outcome(status="ok")
+    outcome, bind = Outcome(status="ok"), with_loss_scale(bind)
     try:
         if job.protocol.seeks == "capacity":
             return find_capacity(job, bind, forget)

@@ -13,7 +13,8 @@ class Rotating(Bound):
     """Several bounds of one case that take turns: with enough of them no input is in the cache when its turn comes."""
 
     def __init__(self, bounds: Sequence[Bound]) -> None:
-        super().__init__(lambda: self.turn().forward(), tuple(leaf for bound in bounds for leaf in bound.leaves))
+        leaves = tuple(leaf for bound in bounds for leaf in bound.leaves)
+        super().__init__(lambda: self.turn().forward(), leaves, scale=bounds[0].scale)
         object.__setattr__(self, "replay", bounds[0].replay)  # says that there are no phases; `pair` does not call it
         object.__setattr__(self, "bounds", tuple(bounds))
         object.__setattr__(self, "place", 0)

@@ -79,7 +79,7 @@ def time_phases(
             samples.setdefault(f"pair{suffix}", []).append([nanoseconds])
         if bound.replay is None:
             samples.setdefault("forward", []).append([total(bound.forward)[""]])
-            samples.setdefault("backward", []).append([clock.apart(prepare, lambda: loss[0].backward(), inner)])
+            samples.setdefault("backward", []).append([clock.apart(prepare, lambda: bound.backward(loss[0]), inner)])
         glance()
     return samples
 

@@ -82,7 +82,9 @@ def _arrange(
         begin = tl.where((label >= 0) & (label < others), label, -1).to(tl.int32)
     elif ORDERED == 1:
         label = tl.load(label_ptr + at, mask=real, other=0)
-        less, begin, end = _rank(label, at, label_ptr, s[3], BM, BN)
+        less, begin, end = _rank(  # pyright: ignore[reportGeneralTypeIssues]
+            label, at, label_ptr, s[3], BM, BN
+        )
         position = tl.where(real, less, at)
         if not ALONE:
             _, begin, end = _rank(label, at, other_ptr, others, BM, BN)

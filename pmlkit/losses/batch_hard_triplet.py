@@ -96,6 +96,7 @@ def reference(
 # parts of u = (z_p - y)/d_ip and w = (z_n - y)/d_in along y.
 _FARTHEST, _NEAREST, _PULL, _PUSH, _ALONG_P, _ALONG_N = (tl.constexpr(OWN.value + i) for i in range(6))
 _LATE = 8192  # columns from which a second look at one tile costs less than indices of all
+_FEWEST = 2  # rows of a gradient program
 _SCAN = tl.constexpr(1024)  # anchors that a gradient program looks at together
 
 
@@ -331,7 +332,7 @@ def _gradient_tiles(rows: int, others: int, s: Shape) -> Tiles:
 
     NVIDIA H200, 2026-12-01, 32,768 bfloat16 rows: a pair of 894 us with one warp, 920 with four.
     """
-    BM = max(2, min(16, 1 << max(0, max(rows, others) // 512 - 1).bit_length()))
+    BM = max(_FEWEST, min(16, 1 << max(0, max(rows, others) // 512 - 1).bit_length()))
     return replace(tiles(rows, others, s), BM=BM, splits=1, warps=1 if BM in (2, 16) else 2)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -43,7 +43,7 @@ class Bound:
     forward: one call is one forward pass and returns the scalar loss. leaves: what gets gradients, rows then proxies.
     mined: anchors, positives and negatives that the subject itself picks; None for a loss without mining.
     replay: runs the whole captured pair; then `forward` only returns its loss, and the phases cannot be run apart.
-    exact: the float64 answer of a subject that is not the case's loss.
+    exact: the float64 answer of a subject that is not the case's loss. scale: gradients are those of so many times the loss.
     """
 
     forward: Callable[[], Tensor]
@@ -51,6 +51,7 @@ class Bound:
     mined: Callable[[], Triplets] | None = None
     replay: Callable[[], object] | None = None
     exact: Callable[[], tuple[Tensor, tuple[Tensor, ...]]] | None = None
+    scale: float = 1.0
 
     def clear(self) -> None:
         """Drop the gradients, as an optimizer's `zero_grad(set_to_none=True)` does; a replay rewrites them in place."""
@@ -73,8 +74,22 @@ class Bound:
             self.replay()
             return self.forward()
         loss = self.forward()
-        loss.backward()
+        self.backward(loss)
         return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of a loss that `forward` returned."""
+        loss.backward(None if self.scale == 1 else torch.full_like(loss, self.scale))
+
+
+def with_loss_scale(bind: Callable[[Case, LossInputs], Bound]) -> Callable[[Case, LossInputs], Bound]:
+    """Return `bind` with the loss scale of the case's precision; a captured pair keeps the one it was captured with."""
+
+    def scaled(case: Case, inputs: LossInputs) -> Bound:
+        bound = bind(case, inputs)
+        return bound if bound.replay else replace(bound, scale=precision(case.precision).loss_scale)
+
+    return scaled
 
 
 def make_inputs(case: Case, device: str = "cpu") -> LossInputs:
