@@ -33,7 +33,8 @@ def launches(name: str, rows: int, dtype: torch.dtype, reference_set: bool, widt
     plan = plan_of(name, Shape(rows, others, width, dtype, other, proxies or reference_set, SETTINGS[name]))
     x, z = TYPES[dtype], TYPES[other]
     seen = [(launch, [x, "*i64", z, "*i64", "*fp64", "*fp32"]) for launch in plan.forward]
-    return seen + [(launch, ["*fp32", x, z, "*fp64", x, z]) for launch in plan.backward]
+    # The last one is for both sides, which the others have one of.
+    return [*seen, (plan.backward[-1], ["*fp32", x, z, "*fp64", x, z])]
 
 
 def source_of(launch: Launch, tensors: list[str]) -> Any:
@@ -70,7 +71,8 @@ def main(name: str, architectures: list[int]) -> None:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     cases = [(512, bf16, arch, False, 128) for arch in architectures]
     cases += [(512, fp32, 90, False, 128), (32768, bf16, 90, False, 128), (512, bf16, 90, True, 128)]
-    cases += [(32768, fp32, 100, False, 128), (512, fp16, 90, False, 100), (20000, fp32, 120, False, 300)]
+    cases += [(32768, fp32, 100, False, 128), (32768, fp32, 120, False, 128), (32768, bf16, 120, False, 128)]
+    cases += [(512, fp16, 90, False, 100), (20000, fp32, 120, False, 300)]
     for rows, dtype, arch, reference_set, width in cases:
         for launch, tensors in launches(name, rows, dtype, reference_set, width):
             source, target = source_of(launch, tensors), GPUTarget("cuda", arch, 32)

@@ -161,7 +161,7 @@ def test_negatives_far_on_the_other_side() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize(("n", "m", "dtype"), [(530, 0, torch.float32), (200, 333, torch.bfloat16), (270, 0, torch.bfloat16)])
+@pytest.mark.parametrize(("n", "m", "dtype"), [(270, 0, torch.float32), (100, 290, torch.bfloat16), (260, 0, torch.bfloat16)])
 def test_programs_that_share_a_block(name: str, n: int, m: int, dtype: torch.dtype) -> None:
     """Enough columns that several programs share a row block, forward and backward, on both sides."""
     emb, labels = rows("trained", n, 20, dtype)
@@ -235,7 +235,7 @@ def test_paths_of_large_batches(name: str, dtype: torch.dtype, copies: bool, mon
     if not copies:
         monkeypatch.setattr(arrange, "_BYTES", -(2**24))
     fused._planned.cache_clear()
-    emb, labels = rows("trained", 300, 32, dtype)
+    emb, labels = rows("trained", 210, 32, dtype)
     try:
         errors = see(name, emb, labels % CLASSES if name == PROXY else labels).errors()
     finally:
@@ -251,8 +251,8 @@ def test_near_and_equal_rows_of_a_large_batch(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(tiling, "_BANDED", 100)
     monkeypatch.setattr(batch_hard_triplet, "_LATE", 100)
     fused._planned.cache_clear()
-    emb, labels = rows("trained", 240, 32, torch.float32)
-    emb[40:200] = emb[:8].repeat(20, 1)
+    emb, labels = rows("trained", 170, 32, torch.float32)
+    emb[100:160] = emb[:4].repeat(15, 1)
     try:
         seen = see(name, emb, labels)
         if name == "batch_hard_triplet":
@@ -434,7 +434,7 @@ def test_bad_input_is_refused(name: str) -> None:
 
 
 def test_kernels_compile_for_every_architecture() -> None:
-    """Ahead of time, without a GPU: Ampere, Hopper, datacentre and consumer Blackwell; shared memory fits the smallest.
+    """Ahead of time, without a GPU: Ampere, Hopper, datacentre and consumer Blackwell; shared memory fits each.
 
     Wide and narrow rows, every type; no thread keeps more than 3 KiB outside its registers.
     """
@@ -449,7 +449,8 @@ def test_kernels_compile_for_every_architecture() -> None:
             assert done.returncode == 0, done.stderr[-2000:]
             lines = [line.split() for line in done.stdout.splitlines()]
             assert {line[3] for line in lines} == {"80", "90", "100", "120"}
-            assert max(int(line[4]) for line in lines) <= 99 * 1024
+            largest = {"80": 163, "90": 227, "100": 227, "120": 99}  # KiB of shared memory that a block may have
+            assert all(int(line[4]) <= largest[line[3]] * 1024 for line in lines)
             assert max(int(line[5]) for line in lines) <= 3072  # ptxas can run out of registers long before it must
 
 

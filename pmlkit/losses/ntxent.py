@@ -335,7 +335,11 @@ def _gradient_tiles(rows: int, others: int, s: Shape) -> Tiles:
 def _plan(s: Shape) -> Plan:
     t, slope, room = forward_tiles(s.rows, s.others, s), math.log2(math.e) / s.settings[0], Room()
     arranged, blocks, programs = arrange(s, room, own=3), t.row_blocks(s.rows), t.programs(s.rows)
-    at_sums, at_scale, at_partial = room.doubles(3 * blocks), room.doubles(2), room.floats(2 * programs * t.BM)
+    at_sums, at_scale, at_partial = (
+        room.doubles(3 * blocks),
+        room.doubles(2),
+        room.floats(2 * programs * t.BM if t.splits > 1 else 0),
+    )
     back = Backward(s, room, least=1 + blocks, tiles=_gradient_tiles)
     own = {**arranged.constants, "SELF": not s.reference_set, "FLAT": slope <= _FLAT, "BANDS": bands(s)}
     places = (*arranged.places, at_sums, at_scale, at_partial, back.at_counters, slope)

@@ -115,8 +115,8 @@ def tiles(rows: int, others: int, shape: Shape) -> Tiles:
         and 2 * splits * blocks * sides * BM * (DC + 1) * 4 <= _MOST_PARTIAL_BYTES
     ):
         splits *= 2
-    stages = 3 if parts(shape) == 1 else 2
     # Wider rows than 128 come in parts of 64, so that registers and the smallest card's shared memory hold them.
+    stages = 3 if parts(shape) == 1 else 2 if W <= 128 else 1
     return Tiles(BM=BM, BN=BN, BK=W if W <= 128 else 64, W=W, DC=DC, splits=splits, warps=4, stages=stages)
 
 
