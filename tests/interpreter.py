@@ -1,4 +1,4 @@
-"""Mends bfloat16 in Triton's interpreter (3.6, 3.7), which multiplies its bits as integers and cuts instead of rounding."""
+"""Mends Triton's interpreter (3.6, 3.7): bfloat16, whose bits it multiplies as integers, and maxima, which keep NaN there."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Make products of bfloat16 tiles products of their values, and rounding to it go to the nearest even."""
+    """Make products of bfloat16 tiles products of their values, round to the nearest even, and drop NaN as a GPU does."""
     builder: Any = interpreter.InterpreterBuilder
     handle: Any = interpreter.TensorHandle
     cast = builder.cast_impl
@@ -31,4 +31,11 @@ def mend() -> None:
             return handle(wide(source), after)
         return cast(self, source, target)
 
+    def maximum(self: Any, a: Any, b: Any) -> Any:
+        return self.binary_op(a, b, np.fmax)
+
+    def minimum(self: Any, a: Any, b: Any) -> Any:
+        return self.binary_op(a, b, np.fmin)
+
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    builder.create_maxnumf, builder.create_minnumf = maximum, minimum

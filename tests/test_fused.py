@@ -174,6 +174,42 @@ def test_programs_that_share_a_block(name: str, n: int, m: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_rows_of_length_one(name: str, dtype: torch.dtype) -> None:
+    """Rows that were normalised before have fits just below 2, and pairs of two the largest weights there are."""
+    emb = torch.nn.functional.normalize(rows("random", 64, 64, torch.float32)[0].double()).to(dtype)
+    errors = see(name, emb, torch.arange(64, device=DEVICE) // 2 % CLASSES).errors()
+    assert errors[0] <= value_limit(name, dtype)
+    assert max(errors[1:]) <= LIMITS[dtype]
+    pairs = see(name, emb[:38], torch.arange(38, device=DEVICE) // 2).errors()
+    assert max(pairs[1:]) <= LIMITS[dtype]
+
+
+def test_rows_that_are_not_there_push_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A margin beyond 1, a reference set, and rows that fill no block."""
+    monkeypatch.setattr(tiling, "_BANDED", 64)
+    fused._planned.cache_clear()
+    (emb, labels), (ref, ref_labels) = rows("random", 35, 16, torch.float32), rows("random", 200, 16, torch.float32, seed=1)
+    try:
+        got = contrastive_loss(emb, labels, ref, ref_labels, neg_margin=1.2)
+    finally:
+        fused._planned.cache_clear()
+    reference = importlib.import_module("pmlkit.losses.contrastive").reference
+    want = reference(emb.double(), labels, neg_margin=1.2, ref_emb_MD=ref.double(), ref_labels_M=ref_labels)
+    assert float(got) == pytest.approx(float(want), rel=1e-6)
+
+
+def test_mining_against_the_batch_itself_with_other_labels() -> None:
+    """A reference set at the batch's own address is one all the same."""
+    emb, labels = rows("trained", 40, 16, torch.float32)
+    others = {"ref_emb": emb[:30], "ref_labels": (labels[:30] + 1) % 10}
+    picked = mining.mined(BatchHardTripletLoss()(emb.clone()[:].requires_grad_(), labels, **others))
+    leaf = emb.requires_grad_()
+    again = mining.mined(BatchHardTripletLoss()(leaf, labels, ref_emb=leaf[:30].detach(), ref_labels=others["ref_labels"]))
+    assert all(torch.equal(one, other) for one, other in zip(picked, again, strict=True))
+
+
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_longer_than_a_number_make_nan(name: str, dtype: torch.dtype) -> None:
     """A row of finite numbers whose length no float32 holds is no plausible value either."""
@@ -538,6 +574,16 @@ def test_steep_proxies_of_a_batch_of_one_class() -> None:
     exact = importlib.import_module("pmlkit.losses.proxy_anchor").reference(emb.double(), labels, wide, alpha=100)
     (want,) = torch.autograd.grad(exact, wide)
     assert float((grad.double() - want).norm() / want.norm()) <= 5e-6
+
+
+def test_classes_whose_pull_vanishes_are_in_the_batch() -> None:
+    """Proxies that their rows lie on pull by less than float64 holds, at alpha = 1000: they count in the mean."""
+    draw = torch.Generator().manual_seed(0)
+    proxies = torch.nn.functional.normalize(torch.randn(3, 16, generator=draw)).to(DEVICE)
+    emb = torch.cat([proxies[:2], torch.randn(1, 16, generator=draw).to(DEVICE)])
+    labels = torch.arange(3, device=DEVICE)
+    want = importlib.import_module("pmlkit.losses.proxy_anchor").reference(emb.double(), labels, proxies.double(), alpha=1000)
+    assert float(proxy_anchor_loss(emb, labels, proxies, alpha=1000)) == pytest.approx(float(want), rel=1e-5)
 
 
 def test_functions_are_their_modules() -> None:

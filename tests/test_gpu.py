@@ -263,6 +263,30 @@ def test_equal_answers_whatever_runs_before(op: str, n: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(answer, answers[0], strict=True))
 
 
+@pytest.mark.parametrize("op", LOSSES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_bad_numbers_reach_every_gradient(op: str, bad: float) -> None:
+    """One bad row makes loss and gradients NaN: a processor's maximum drops NaN, which must not hide it."""
+    case = loss_case(op, 512, "fp32")
+    inputs = make_inputs(case, "cuda")
+    with torch.no_grad():
+        inputs.emb_ND[3], inputs.emb_ND[9] = bad, 0
+    bound = bind_fused(case, inputs)
+    assert bool(bound.pair().isnan())
+    assert all(leaf.grad is not None and bool(leaf.grad.isnan().all()) for leaf in bound.leaves)
+
+
+@pytest.mark.parametrize("op", FUSED)
+@pytest.mark.parametrize("n", [512, 20000])
+def test_normalised_rows_in_pairs(op: str, n: int) -> None:
+    """Two rows a class, of length 1: the largest weights and fits there are stay in float16's range."""
+    emb = torch.nn.functional.normalize(torch.randn(n, 128, device="cuda", generator=torch.Generator("cuda").manual_seed(0)))
+    leaf = emb.bfloat16().requires_grad_()
+    labels = torch.arange(n, device="cuda") // 2 % 1000
+    (grad,) = torch.autograd.grad(FUSED[op]()(leaf, labels), leaf)
+    assert bool(torch.isfinite(grad).all())
+
+
 @pytest.mark.parametrize("n", [512, 2048, 20000])
 def test_equal_distances_go_to_the_first_index(n: int) -> None:
     """Copies in many classes tie exactly: what is mined are the indices of float64, in every path."""

@@ -138,6 +138,8 @@ def _forward_kernel(
         if tl.max(tl.where(rows < N, tied, 0), 0) == 0:
             at_low = index_in_tile(x, rows, z, best_tile, D, BM, BN, BK, W, PARTS, READY)
             from_tile = to_tile
+        else:
+            low = tl.full([BM], FAR, tl.float32)
     if BANDS:
         for k in tl.range(from_tile, to_tile, num_stages=1 if LATE else None):
             columns = plain_tile(k, first, wide) * BN + tl.arange(0, BN)

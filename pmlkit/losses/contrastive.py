@@ -115,6 +115,7 @@ def _forward_kernel(
     rows = block * BM + tl.arange(0, BM)
     begin, end = tl.load(integers(x, BEGIN) + rows), tl.load(integers(x, END) + rows)
     fit_x, sq_x = left_fit(x, rows, -2.0, READY), tl.load(numbers(x, SQUARE) + rows)
+    sq_x = tl.where(rows < N, sq_x, FAR)  # rows that are not there are near none
     inv_x = tl.load(numbers(x, INV) + rows)
     x_parts = left_rows(x, rows, D, 0, BK, W, PARTS, READY)
     pulled, pushed = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
@@ -167,7 +168,9 @@ def _forward_kernel(
 def _total(pulled, pushed, pulls, pushes, sums_ptr, scale_ptr, counter_ptr, loss_ptr, program, programs):
     """Add up what all programs have found; the last one writes the loss and how much a pull and a push are worth.
 
-    Those are relative to the larger of the two, so that weights fit into float16; the third number takes it back.
+    Those are relative to the larger of the two, so that weights fit into float16; the third number takes it back. Where
+    there are more than 1e7 times as many active negatives as positives, or the other way round, pairs of the larger kind
+    in tiles that hold both lose digits: their float16 numbers are small.
     """
     tl.store(sums_ptr + program, pulled)
     tl.store(sums_ptr + programs + program, pushed)

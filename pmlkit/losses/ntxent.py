@@ -198,7 +198,8 @@ def _judge(
         sums = totals(sums_ptr, blocks, 2)
         term_sum = pick(sums, 0)
         per_pair = 1.0 / tl.maximum(pick(sums, 1), 1.0) + term_sum * 0.0
-        lift = 16384.0 / tl.maximum(largest(sums_ptr + 2 * blocks, blocks), 1e-30)
+        # A pair of two anchors may weigh twice the largest T, and fits are below 2: 32,768 is half of float16's range.
+        lift = 8192.0 / tl.maximum(largest(sums_ptr + 2 * blocks, blocks), 1e-30)
         tl.store(scale_ptr, per_pair * (slope * _LN2) / (lift * SCALE))
         tl.store(scale_ptr + 1, lift)
         tl.store(loss_ptr, (term_sum * per_pair).to(tl.float32))

@@ -142,8 +142,8 @@ def _total(
 
     That is as large as weights in float16 may be; the third number takes it back.
     """
-    pull, pull_factor, top_pull, pull_share = _logarithm(shares, margin, alpha, SPLITS, BM)  # pyright: ignore[reportGeneralTypeIssues]
-    push, push_factor, top_push, push_share = _logarithm(shares + 2 * BM, margin, alpha, SPLITS, BM)
+    pull, pull_factor, top_pull, pull_share, present = _logarithm(shares, margin, alpha, SPLITS, BM)  # pyright: ignore[reportGeneralTypeIssues]
+    push, push_factor, top_push, push_share, _ = _logarithm(shares + 2 * BM, margin, alpha, SPLITS, BM)
     wanted = classes < q[3]
     tl.store(numbers(q, _PULL) + classes, pull_factor)
     tl.store(numbers(q, _PUSH) + classes, push_factor)
@@ -151,7 +151,7 @@ def _total(
     tl.store(numbers(q, _TOP_PUSH) + classes, top_push)
     tl.store(sums_ptr + block, tl.sum(tl.where(wanted, pull, 0.0), 0))
     tl.store(sums_ptr + blocks + block, tl.sum(tl.where(wanted, push, 0.0), 0))
-    tl.store(sums_ptr + 2 * blocks + block, tl.sum((wanted & (pull > 0)).to(tl.float64), 0))
+    tl.store(sums_ptr + 2 * blocks + block, tl.sum((wanted & present).to(tl.float64), 0))
     tl.store(sums_ptr + 3 * blocks + block, 0.0)
     tl.store(sums_ptr + 4 * blocks + block, tl.max(tl.where(wanted, pull_share, 0.0), 0))
     tl.store(sums_ptr + 5 * blocks + block, tl.max(tl.where(wanted, push_share, 0.0), 0))
@@ -164,7 +164,7 @@ def _total(
         lift = 16384.0 / tl.maximum(most, 1e-30)
         tl.store(scale_ptr, per_pull * lift)
         tl.store(scale_ptr + 1, per_push * lift)
-        tl.store(scale_ptr + 2, tl.cast(alpha, tl.float64) / (lift * SCALE))
+        tl.store(scale_ptr + 2, tl.cast(alpha, tl.float64) / (lift * SCALE) + pushes * 0.0)  # a maximum drops NaN
         tl.store(loss_ptr, (pulls * per_pull + pushes * per_push).to(tl.float32))
 
 
@@ -178,7 +178,7 @@ def _add_shifted(sums, top, exponents, kept):
 
 @triton.jit
 def _logarithm(place, margin, alpha, SPLITS: tl.constexpr, BM: tl.constexpr):
-    """Return log(1 + sum of all shares) of BM proxies, and what a pair's gradient is made of: factor and top; and its bound.
+    """Return log(1 + sum of all shares) of BM proxies, a pair's factor, top and bound, and whether there are any.
 
     exp(alpha·(margin ± cosine)) / (1 + sum) = factor · exp2(±alpha·log2(e)·cosine - top) <= sum / (1 + sum). Few numbers, so
     in float64: a loss near 0 keeps its digits, and the factor carries all that exponents of 50 would lose in float32.
@@ -195,7 +195,7 @@ def _logarithm(place, margin, alpha, SPLITS: tl.constexpr, BM: tl.constexpr):
     log = tl.where((grown < 1e-4) & (high == 0), small, high + tl.log(tl.where(sums == 0, 1.0, one + grown)))
     none = sums == 0  # no such row
     factor = tl.where(none, 0.0, base / (one + grown))
-    return tl.where(none, 0.0, log), factor.to(tl.float32), top, factor * sums
+    return tl.where(none, 0.0, log), factor.to(tl.float32), top, factor * sums, sums > 0
 
 
 @triton.jit

@@ -68,10 +68,9 @@ def cosines(
             x_more = left_rows(x, rows, D, k, BK, W, PARTS, READY)
             z_more = right_rows(z, columns, D, k, BK, W, PARTS, READY)
             tile = _product(x_more, z_more, tile, PARTS)
-    tile *= fit_x[:, None]
-    if z[0].dtype.element_ty != tl.float32:
+    if z[0].dtype.element_ty != tl.float32:  # first: products of raw rows are as large as those
         tile *= fit_z[None, :]
-    return tile
+    return tile * fit_x[:, None]
 
 
 @triton.jit
