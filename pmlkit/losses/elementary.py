@@ -50,12 +50,3 @@ def power_of_two(inv):
     """Return the power of two at or below inv (2^-126 at least), 1 for a row of NaN or Inf."""
     bits = tl.maximum(inv.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000)
     return tl.where(inv == inv, bits.to(tl.float32, bitcast=True), 1.0)
-
-
-@triton.jit
-def any_of(mask):
-    """Return whether any of a tile of truths holds."""
-    if _INTERPRETED:
-        return tl.max(tl.max(mask.to(tl.int32), 1), 0) > 0
-    else:
-        return tl.reduce_or(mask, None)

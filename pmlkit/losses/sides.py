@@ -2,8 +2,8 @@
 
 A side is the tuple (raw rows, ready rows, numbers, count, count rounded up to PAD). Kernels name rows by their position in
 the order of labels, so that rows of one class lie together. Ready rows are float16: 4096·y / fit, with y the row over its
-Half-precision rows are only divided by a power of two, which is exact, and fit is the rest, in [1, 2). float32
-rows have fit 1 and, of two parts, high = float16(4096·y) and low = float16(4096·y - high): 22 digits, as 3xTF32 has, at
+length. Half-precision rows are only divided by a power of two, which is exact, and fit is the rest, in [1, 2). float32 rows
+have fit 1 and, of two parts, high = float16(4096·y) and low = float16(4096·y - high): 22 digits, as 3xTF32 has, at
 twice the speed. Copies are made where memory allows (READY = COPIED), else rows are made ready whenever they are loaded
 (MADE); bfloat16 rows are then multiplied as they are (RAW), those of a tile's left side times a power of two, so that no
 product overflows.
