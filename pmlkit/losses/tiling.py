@@ -61,7 +61,8 @@ class Tiles:
         return self.blocks(rows) * self.splits * self.BM * (self.DC + 1) if self.splits > 1 else 0
 
 
-# Tuned on an NVIDIA H200 on 2026-12-01, D = 128, every loss in float32 and bfloat16: 128, 512, 2,048 and 32,768 rows.
+# Tuned on an NVIDIA H200 on 2026-12-01, D = 128, every loss in float32 and bfloat16: 128, 512, 2,048 and 32,768 rows. By
+# sweeps that left no records: times in comments on tiles, here and in the losses, only say why a choice was made.
 _PROGRAMS = 256  # two for each of the 132 multiprocessors of an H100 or H200, of both sides together
 _LARGE = 16384  # rows whose blocks alone keep every multiprocessor busy
 _BANDED = 1024  # columns from which negatives have a loop of their own
