@@ -429,11 +429,27 @@ def test_compiled_whole(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_rows_that_are_not_contiguous(name: str) -> None:
-    """A transposed view gives what its copy gives."""
+    """A transposed view gives what its copy gives, before that has been seen and after."""
     emb, labels = rows("trained", 24, 16, torch.float32)
     view = emb.T.contiguous().T
     assert not view.is_contiguous()
-    assert torch.equal(module(name)(view, labels), module(name)(emb, labels))
+    loss = module(name)
+    assert torch.equal(loss(view, labels), loss(emb, labels))
+    assert torch.equal(loss(view, labels), loss(emb, labels))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_tensors_like_earlier_ones_are_read_anew(name: str) -> None:
+    """Other rows, labels and settings of the same sizes have their own loss, and one of 32-bit labels."""
+    emb, labels = rows("trained", 24, 16, torch.float32)
+    loss = module(name)
+    first = loss(emb, labels)
+    assert not torch.equal(loss(emb.flip(1) * 2 + 1, labels), first)
+    assert not torch.equal(loss(emb, labels.flip(0)), first)
+    assert torch.equal(loss(emb, labels.int()), first)
+    if name != PROXY:
+        assert not torch.equal(PAIRWISE[name](0.3)(emb, labels), first)
+    assert torch.equal(loss(emb, labels), first)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -453,6 +469,7 @@ def test_bad_input_is_refused(name: str) -> None:
     """What the kernels do not cover names what to use instead; what no loss takes names the place."""
     emb, labels = rows("random", 8, 4, torch.float32)
     loss = module(name, 4)
+    loss(emb, labels)  # tensors that look like ones that were right are not checked again
     for arguments, message in (
         ((emb, labels, (labels, labels, labels)), r"indices_tuple is not fused.*pytorch_metric_learning\.losses"),
         ((emb, labels[:5]), r"one label a row, got labels \(5,\) for rows \(8, 4\)"),
@@ -559,8 +576,9 @@ def test_memory_beyond_the_rows(name: str, n: int, dtype: torch.dtype) -> None:
 def test_labels_may_be_a_view() -> None:
     """Every other label of a longer list is what its copy is."""
     emb, labels = rows("trained", 24, 16, torch.float32)
-    wide = torch.stack([labels, labels + 100], 1)
-    assert torch.equal(ContrastiveLoss()(emb, wide[:, 0]), ContrastiveLoss()(emb, labels))
+    wide, loss = torch.stack([labels, labels + 100], 1), ContrastiveLoss()
+    wanted = loss(emb, labels)
+    assert torch.equal(loss(emb, wide[:, 0]), wanted)
 
 
 def test_steep_proxies_of_a_batch_of_one_class() -> None:

@@ -74,7 +74,53 @@ def fused_loss(
     given = (emb_ND, labels_N, ref_emb_MD, ref_labels_M)
     if torch.compiler.is_compiling():
         return torch.ops.pmlkit.fused_loss(name, list(settings), tf32, *given)[0]
-    return _Fused.apply(_plan(name, settings, tf32, *given), *given)  # pyright: ignore[reportReturnType]
+    plan = _plan(name, settings, tf32, *given)
+    if _aligned(*given):
+        if len(_SEEN) >= _MOST_PLANS:
+            _SEEN.clear()
+        _SEEN[_look(name, settings, tf32, *given)] = plan
+    return _Fused.apply(plan, *given)  # pyright: ignore[reportReturnType]
+
+
+_MOST_PLANS = 1024
+_SEEN: dict[tuple[Any, ...], Plan] = {}  # what tensors that passed every check looked like
+
+
+def fused_again(
+    name: str, settings: tuple[float, ...], tf32: bool,
+    emb: Tensor, labels: Tensor, ref: Tensor | None = None, ref_labels: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Return the loss of tensors that look as those of an earlier call did, else None.
+
+    Checks, conversions and plan then take 1 microsecond instead of 9, of the 30 that a pair takes without any.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    plan = _SEEN.get(_look(name, settings, tf32, emb, labels, ref, ref_labels))
+    if plan is None or not _aligned(emb, labels, ref, ref_labels):
+        return None
+    return _Fused.apply(plan, emb, labels, ref, ref_labels)  # pyright: ignore[reportReturnType]
+
+
+def _look(
+    name: str, settings: tuple[float, ...], tf32: bool,
+    emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return everything that decides on checks, conversions and plan, but where the tensors lie in memory."""
+    look = (name, settings, tf32, emb.shape, emb.dtype, emb.device, labels.shape, labels.dtype, labels.device)
+    for more in (ref, ref_labels):
+        if more is not None:
+            look = (*look, more.shape, more.dtype, more.device)
+    return look
+
+
+def _aligned(emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None) -> bool:
+    """Return whether all tensors lie without gaps from addresses on that Triton may load 16 bytes from at once."""
+    places, dense = emb.data_ptr() | labels.data_ptr(), emb.is_contiguous() and labels.is_contiguous()
+    for more in (ref, ref_labels):
+        if more is not None:
+            places, dense = places | more.data_ptr(), dense and more.is_contiguous()
+    return dense and places % 16 == 0
 
 
 class _Fused(torch.autograd.Function):
@@ -82,8 +128,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None):
-        loss, *kept = _forward(plan, emb, labels, ref, ref_labels)
-        ctx.save_for_backward(*kept)
+        loss, room = _forward(plan, emb, labels, ref, ref_labels)
+        ctx.save_for_backward(emb, ref, room)
         ctx.plan = plan
         return loss
 
@@ -91,12 +137,13 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor):
         if torch.is_grad_enabled():
             raise PmlkitError("a fused loss is differentiable once: drop create_graph=True, or use the `reference` of its file")
-        emb, others, room = ctx.saved_tensors
-        return None, *_backward(ctx.plan, grads[0], emb, others, room, ctx.needs_input_grad[1], ctx.needs_input_grad[3])
+        emb, ref, room = ctx.saved_tensors
+        _, to_rows, _, to_others, _ = ctx.needs_input_grad
+        return None, *_backward(ctx.plan, grads[0], emb, emb if ref is None else ref, room, to_rows, to_others)
 
 
-def _forward(plan: Plan, emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the loss, and what the backward pass takes: rows, other rows, room."""
+def _forward(plan: Plan, emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the loss, and the room that the backward pass takes."""
     others, other_labels = (emb, labels) if ref is None else (ref, labels if ref_labels is None else ref_labels)
     with _device_of(emb):
         if plan.sort:  # before the room is there, since a sort needs as much again
@@ -105,7 +152,7 @@ def _forward(plan: Plan, emb: Tensor, labels: Tensor, ref: Tensor | None, ref_la
         loss, room = _allocate(plan, emb)
         for launch in plan.forward:
             launch(emb, labels, others, other_labels, room, loss)
-    return loss, emb, others, room
+    return loss, room
 
 
 def _backward(
@@ -139,14 +186,12 @@ def _plan(
     emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None,
 ) -> Plan:  # fmt: skip
     """Return the plan for these tensors. It starts kernels directly only where all pointers are aligned."""
-    places = emb.data_ptr() | labels.data_ptr()
-    if ref is None:
-        return _planned(name, settings, tf32, emb.get_device(), places % 16 == 0, emb.shape, emb.dtype, None, None)
-    places |= ref.data_ptr() | (0 if ref_labels is None else ref_labels.data_ptr())
-    return _planned(name, settings, tf32, emb.get_device(), places % 16 == 0, emb.shape, emb.dtype, ref.shape, ref.dtype)
+    size, dtype = (None, None) if ref is None else (ref.shape, ref.dtype)
+    aligned = _aligned(emb, labels, ref, ref_labels)
+    return _planned(name, settings, tf32, emb.get_device(), aligned, emb.shape, emb.dtype, size, dtype)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_MOST_PLANS)
 def _planned(
     name: str, settings: tuple[float, ...], tf32: bool, device: int, aligned: bool,
     size: torch.Size, dtype: torch.dtype, ref_size: torch.Size | None, ref_dtype: torch.dtype | None,
@@ -164,8 +209,7 @@ def _op(
     name: str, settings: list[float], tf32: bool,
     emb: Tensor, labels: Tensor, ref: Tensor | None, ref_labels: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    loss, *_, room = _forward(_plan(name, tuple(settings), tf32, emb, labels, ref, ref_labels), emb, labels, ref, ref_labels)
-    return loss, room
+    return _forward(_plan(name, tuple(settings), tf32, emb, labels, ref, ref_labels), emb, labels, ref, ref_labels)
 
 
 @_op.register_fake

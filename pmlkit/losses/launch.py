@@ -62,7 +62,8 @@ class Launch:
     def __call__(self, *tensors: Tensor) -> None:
         """Start the kernel on the current stream of the current device."""
         if self._start is not None:
-            self._start(*tensors, *self.rest)
+            # Addresses: given a tensor, Triton's launcher asks the driver whether its memory belongs to a GPU.
+            self._start(*[tensor.data_ptr() for tensor in tensors], *self.rest)
             return
         compiled = self.kernel[(self.programs,)](*tensors, *self.rest, **self.options)
         if self.direct and compiled is not None:  # the interpreter compiles nothing

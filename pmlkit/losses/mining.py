@@ -57,7 +57,8 @@ def mined(loss: Tensor) -> Triplets:
 
     Its first two numbers of an anchor are positions: of the positive and of the negative.
     """
-    emb_ND, others_MD, room = loss.grad_fn.saved_tensors  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    emb_ND, ref_emb_MD, room = loss.grad_fn.saved_tensors  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    others_MD = emb_ND if ref_emb_MD is None else ref_emb_MD
     rows, stride = len(emb_ND), padded(len(emb_ND))
     numbers = room.view(torch.int32)
     alone = len(loss.grad_fn.plan.backward) == 1  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]

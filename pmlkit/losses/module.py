@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pmlkit.errors import PmlkitError
-from pmlkit.losses.fused import fusable, fused_loss
+from pmlkit.losses.fused import fusable, fused_again, fused_loss
 
 
 class FusedLoss(torch.nn.Module):
@@ -57,9 +57,13 @@ def evaluate(
     emb_ND: Tensor, labels_N: Tensor, ref_emb_MD: Tensor | None, ref_labels_M: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return a pairwise loss: by the kernels where they take the rows, else by the plain reference."""
+    numbers = tuple(settings.values())
+    loss = fused_again(name, numbers, tf32, emb_ND, labels_N, ref_emb_MD, ref_labels_M)
+    if loss is not None:
+        return loss
     labels, ref_labels = check_rows(emb_ND, labels_N, ref_emb_MD, ref_labels_M)
     if fusable(emb_ND, ref_emb_MD):
-        return fused_loss(name, tuple(settings.values()), tf32, emb_ND, labels, ref_emb_MD, ref_labels)
+        return fused_loss(name, numbers, tf32, emb_ND, labels, ref_emb_MD, ref_labels)
     reference: Callable[..., Tensor] = import_module(f"pmlkit.losses.{name}").reference
     return reference(emb_ND, labels, ref_emb_MD=ref_emb_MD, ref_labels_M=ref_labels, **settings)
 

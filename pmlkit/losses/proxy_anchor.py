@@ -24,7 +24,7 @@ from torch import Tensor
 from pmlkit.errors import PmlkitError
 from pmlkit.losses.arrange import arrange
 from pmlkit.losses.elementary import power
-from pmlkit.losses.fused import fusable, fused_loss, register
+from pmlkit.losses.fused import fusable, fused_again, fused_loss, register
 from pmlkit.losses.handover import arrive, counters, floats, largest, pick, totals
 from pmlkit.losses.launch import Backward, Launch, Plan, Room
 from pmlkit.losses.module import FusedLoss, check_rows
@@ -313,6 +313,10 @@ def proxy_anchor_loss(
     embeddings: Tensor, labels: Tensor, proxies: Tensor, *, margin: float = 0.1, alpha: float = 32, tf32: bool = False
 ) -> Tensor:
     """Return what `ProxyAnchorLoss` with these settings and proxies [C, D] returns, without a module."""
+    settings = float(margin), float(alpha)
+    loss = fused_again("proxy_anchor", settings, tf32, embeddings, labels, proxies)
+    if loss is not None:
+        return loss
     labels, _ = check_rows(embeddings, labels, None, None)
     if embeddings.shape[1] != proxies.shape[1] or embeddings.device != proxies.device:
         raise PmlkitError(
@@ -320,7 +324,7 @@ def proxy_anchor_loss(
             f"{tuple(embeddings.shape)} on {embeddings.device}: same width and device needed"
         )
     if fusable(embeddings, proxies):
-        return fused_loss("proxy_anchor", (float(margin), float(alpha)), tf32, embeddings, labels, proxies)
+        return fused_loss("proxy_anchor", settings, tf32, embeddings, labels, proxies)
     return reference(embeddings, labels, proxies, margin=margin, alpha=alpha)
 
 
