@@ -1,0 +1,68 @@
+"""The expert layer in float64 with the kernels' rounding points: slow, plain and obviously right.
+
+out[t] = sum over k of score[t, k] · W2[e] (silu(gate)·up), [gate, up] = W13[e] x[t], e = id[t, k], k ascending.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pmlkit.moe.standard import Gradients
+from pmlkit.moe.swiglu import SwiGLU
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+def exact(values: Tensor) -> Tensor:
+    """Round nothing."""
+    return values
+
+
+def to_bf16(values: Tensor) -> Tensor:
+    """Round to bfloat16 as the kernels do: from their float32 sums."""
+    return values.float().bfloat16().double()
+
+
+def reference(
+    x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor, w13: Tensor, w2: Tensor, activation: SwiGLU | None = None,
+    rounded: Rounding = to_bf16,
+) -> Tensor:  # fmt: skip
+    """Return the output [T, D] in float64, of which the caller rounds the last sum.
+
+    w13: [E, 2F, D], gate first. w2: [E, D, F]. A route whose id is no expert adds nothing. With `exact` rounding it is
+    differentiable by autograd.
+    """
+    activation = activation or SwiGLU()
+    x_TD, scores_TK, w13, w2 = (t.double() for t in (x_TD, scores_TK, w13, w2))
+    out_TD = torch.zeros_like(x_TD)
+    for expert in range(len(w13)):
+        tokens, k = torch.nonzero(ids_TK == expert, as_tuple=True)
+        gate, up = rounded(x_TD[tokens] @ w13[expert].T).chunk(2, dim=1)
+        rows = rounded(rounded(activation(gate, up)) @ w2[expert].T)
+        out_TD = out_TD.index_add(0, tokens, rows * scores_TK[tokens, k][:, None])
+    return out_TD
+
+
+def reference_backward(
+    grad_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor, w13: Tensor, w2: Tensor,
+    activation: SwiGLU | None = None, rounded: Rounding = to_bf16,
+) -> Gradients:  # fmt: skip
+    """Return the gradients in float64 for the gradient of the output [T, D]; shapes as in `reference`."""
+    activation = activation or SwiGLU()
+    grad_TD, x_TD, scores_TK, w13, w2 = (t.double() for t in (grad_TD, x_TD, scores_TK, w13, w2))
+    dx_TD, dscores_TK = torch.zeros_like(x_TD), torch.zeros_like(scores_TK)
+    dw13, dw2 = torch.zeros_like(w13), torch.zeros_like(w2)
+    for expert in range(len(w13)):
+        tokens, k = torch.nonzero(ids_TK == expert, as_tuple=True)
+        score, grads = scores_TK[tokens, k][:, None], grad_TD[tokens]
+        h1 = rounded(x_TD[tokens] @ w13[expert].T).requires_grad_()
+        with torch.enable_grad():
+            h2 = activation(*h1.chunk(2, dim=1))
+        dh2, act = grads @ w2[expert], rounded(h2.detach())
+        dscores_TK[tokens, k] = (dh2 * act).sum(1)
+        dh1 = rounded(torch.autograd.grad(h2, h1, dh2 * score)[0]) if len(tokens) else torch.zeros_like(h1)
+        dw2[expert] = grads.T @ rounded(act * score)
+        dw13[expert] = dh1.T @ x_TD[tokens]
+        dx_TD.index_add_(0, tokens, rounded(dh1 @ w13[expert]))
+    return Gradients(dx_TD, dscores_TK, dw13, dw2)
