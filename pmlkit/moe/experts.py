@@ -22,19 +22,26 @@ class ExpertsConfig:
     """How a layer is computed.
 
     activation: plain SwiGLU, or clamped. capacity: rows there is room for, None for all T·K; later routes are dropped and
-    counted. grad_dtype: of the weights' gradients, bfloat16 or float32.
+    counted. grad_dtype: of the weights' gradients, bfloat16 or float32. promote: whether a tensor core's fp8 sum, of about
+    14 digits, is added to a float32 one after every 128 products instead of once.
     Raises PmlkitError for a value that no layer can have.
     """
 
     activation: SwiGLU = field(default_factory=SwiGLU)
     capacity: int | None = None
     grad_dtype: torch.dtype = torch.bfloat16
+    promote: bool = False
 
     def __post_init__(self) -> None:
         if self.grad_dtype not in (torch.bfloat16, torch.float32):
             raise PmlkitError(f"ExpertsConfig grad_dtype={self.grad_dtype}: use torch.bfloat16 or torch.float32")
         if self.capacity is not None and self.capacity < 0:
             raise PmlkitError(f"ExpertsConfig capacity={self.capacity}: rows there is room for, 0 or more; None for all")
+
+    @property
+    def numbers(self) -> tuple[float, float, int]:
+        """Limit, alpha and capacity as the operators take them: 0 is no limit, -1 no bound."""
+        return self.activation.limit or 0.0, self.activation.alpha, -1 if self.capacity is None else self.capacity
 
 
 _PLAIN = ExpertsConfig()  # made here, since `torch.compile` does not follow the making of one
@@ -95,11 +102,10 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, config: ExpertsConfig, into: tuple[Tensor | None, Tensor | None], *given: Tensor):
         x, ids, scores, w13, w2 = given
         keep = any(ctx.needs_input_grad)
-        settings = (config.activation.limit or 0.0, config.activation.alpha, -1 if config.capacity is None else config.capacity)
-        out, status, saved = experts(x, ids, scores, w13, w2, *settings, keep)
+        out, status, saved = experts(x, ids, scores, w13, w2, *config.numbers, keep)
         ctx.mark_non_differentiable(status)
         ctx.save_for_backward(scores, w13, w2, *saved)
-        ctx.config, ctx.into, ctx.settings = config, into, settings
+        ctx.config, ctx.into = config, into
         return out, status
 
     @staticmethod
@@ -110,7 +116,7 @@ class _Experts(torch.autograd.Function):
         _, _, rows, _, _, *of_weights = ctx.needs_input_grad
         weights, inside = any(of_weights), ctx.into[0] is not None
         dx, dscores, dw13, dw2 = experts_backward(
-            grads[0].contiguous(), scores, w13, w2, saved, *ctx.settings[:2], rows, weights,
+            grads[0].contiguous(), scores, w13, w2, saved, *ctx.config.numbers[:2], rows, weights,
             ctx.config.grad_dtype, *ctx.into,
         )  # fmt: skip
         given = weights and not inside

@@ -106,7 +106,7 @@ def described(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 @triton.jit
-def _tile_of(tile, columns, blocks_ptr):
+def tile_of(tile, columns, blocks_ptr):
     """Return expert, first row, end of the expert's rows and column block of a tile."""
     any_block = blocks_ptr + tile // columns * 8
     first, size = tl.load(any_block), tl.load(any_block + 1)
@@ -129,7 +129,7 @@ def _up_kernel(
 ):  # fmt: skip
     columns = tl.cdiv(F, BN)
     for tile in tl.range(tl.program_id(0), tl.load(count_ptr) * columns, tl.num_programs(0), flatten=True):
-        expert, row, end, column = _tile_of(tile, columns, blocks_ptr)  # pyright: ignore[reportGeneralTypeIssues]
+        expert, row, end, column = tile_of(tile, columns, blocks_ptr)  # pyright: ignore[reportGeneralTypeIssues]
         sums = tl.zeros([BM, 2 * BN], tl.float32)
         for k in range(0, D, BK):
             weights = w.load([expert, 0, column * BN, k]).reshape(2 * BN, BK)
@@ -153,7 +153,7 @@ def _product_kernel(
 ):  # fmt: skip
     columns = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tl.load(count_ptr) * columns, tl.num_programs(0), flatten=True):
-        expert, row, end, column = _tile_of(tile, columns, blocks_ptr)  # pyright: ignore[reportGeneralTypeIssues]
+        expert, row, end, column = tile_of(tile, columns, blocks_ptr)  # pyright: ignore[reportGeneralTypeIssues]
         sums = tl.zeros([BM, BN], tl.float32)
         for k in range(0, C, BK):
             if TRANSPOSED:
@@ -178,7 +178,7 @@ def _back_kernel(
 ):  # fmt: skip
     columns = tl.cdiv(F, BN)
     for tile in tl.range(tl.program_id(0), tl.load(count_ptr) * columns, tl.num_programs(0), flatten=True):
-        expert, row, end, column = _tile_of(tile, columns, blocks_ptr)  # pyright: ignore[reportGeneralTypeIssues]
+        expert, row, end, column = tile_of(tile, columns, blocks_ptr)  # pyright: ignore[reportGeneralTypeIssues]
         sums = tl.zeros([BM, BN], tl.float32)
         for k in range(0, D, BK):
             sums = tl.dot(g.load([row, k]), w.load([expert, k, column * BN]).reshape(BK, BN), sums)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pmlkit.moe.formats import from_mxfp8, mxfp8
 from pmlkit.moe.standard import Gradients
 from pmlkit.moe.swiglu import SwiGLU
 
@@ -24,22 +25,31 @@ def to_bf16(values: Tensor) -> Tensor:
     return values.float().bfloat16().double()
 
 
+def to_mxfp8(values: Tensor) -> Tensor:
+    """Round to mxfp8 along the last dimension, from float32."""
+    return from_mxfp8(mxfp8(values.float())).double()
+
+
 def reference(
     x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor, w13: Tensor, w2: Tensor, activation: SwiGLU | None = None,
-    rounded: Rounding = to_bf16,
+    rounded: Rounding = to_bf16, operands: Rounding | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the output [T, D] in float64, of which the caller rounds the last sum.
 
     w13: [E, 2F, D], gate first. w2: [E, D, F]. A route whose id is no expert adds nothing. With `exact` rounding it is
-    differentiable by autograd.
+    differentiable by autograd. operands: rounding of x, weights and activations to a block-scaled format; without it
+    activations are `rounded`.
     """
+    between = operands or rounded
+    if operands:
+        x_TD, w13, w2 = operands(x_TD), operands(w13), operands(w2)
     activation = activation or SwiGLU()
     x_TD, scores_TK, w13, w2 = (t.double() for t in (x_TD, scores_TK, w13, w2))
     out_TD = torch.zeros_like(x_TD)
     for expert in range(len(w13)):
         tokens, k = torch.nonzero(ids_TK == expert, as_tuple=True)
         gate, up = rounded(x_TD[tokens] @ w13[expert].T).chunk(2, dim=1)
-        rows = rounded(rounded(activation(gate, up)) @ w2[expert].T)
+        rows = rounded(between(activation(gate, up)) @ w2[expert].T)
         out_TD = out_TD.index_add(0, tokens, rows * scores_TK[tokens, k][:, None])
     return out_TD
 

@@ -18,7 +18,7 @@ from pmlkit.moe.launch import launch
 CHUNK = 256  # routes of a program
 WORDS = tl.constexpr(8)  # int32 words of a block's entry, of which six are used
 # Places in the status word; each counts.
-BAD_ID, DUPLICATE, DROPPED, NOT_FINITE = (tl.constexpr(place) for place in range(4))
+BAD_ID, DUPLICATE, DROPPED, NOT_FINITE, LOST = (tl.constexpr(place) for place in range(5))
 STATUS_WORDS = 8
 
 

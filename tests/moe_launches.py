@@ -1,0 +1,23 @@
+"""Runs the expert layer in every pipeline on tensors without data, for whoever writes down what it launches."""
+
+import torch
+
+from pmlkit.moe import staged, standard
+from pmlkit.moe.operators import rows_of_block
+from pmlkit.moe.prepare import prepare_weights
+from pmlkit.moe.routing import route
+from pmlkit.moe.swiglu import SwiGLU
+
+
+def everything(routes: int, experts: int = 6, width: int = 7168, inner: int = 3072, top_k: int = 6) -> None:
+    """Run forward and backward passes of a layer of so many routes."""
+    with torch.device("meta"):
+        tokens, bf16 = routes // top_k, torch.bfloat16
+        x_TD, ids, scores = torch.empty(tokens, width, dtype=bf16), torch.empty(tokens, top_k).int(), torch.empty(tokens, top_k)
+        w13, w2 = torch.empty(experts, 2 * inner, width, dtype=bf16), torch.empty(experts, width, inner, dtype=bf16)
+        routing = route(ids, experts, tile=rows_of_block(routes, experts))
+        for activation in (SwiGLU(), SwiGLU(7.0)):
+            out, saved = standard.forward(x_TD, scores, w13, w2, routing, activation, keep=True)
+            standard.backward(out, scores, w13, w2, saved, routing, activation)
+            staged.forward(x_TD, scores, prepare_weights(w13, w2), routing, activation)
+            staged.forward(x_TD, scores, prepare_weights(w13, w2), routing, activation, promote=True)
