@@ -21,3 +21,4 @@ def everything(routes: int, experts: int = 6, width: int = 7168, inner: int = 30
             standard.backward(out, scores, w13, w2, saved, routing, activation)
             staged.forward(x_TD, scores, prepare_weights(w13, w2), routing, activation)
             staged.forward(x_TD, scores, prepare_weights(w13, w2), routing, activation, promote=True)
+            staged.forward(x_TD, scores, prepare_weights(w13, w2, "nvfp4"), routing, activation)
