@@ -75,16 +75,22 @@ def routed_experts(
     return (out, status) if return_status else out
 
 
+def check_routes(place: str, x: Tensor, ids: Tensor, scores: Tensor) -> None:
+    """Raise PmlkitError unless x is [T, D], with ids and scores [T, K] of its tokens, K at least 1."""
+    if (x.ndim, ids.ndim) != (2, 2) or scores.shape != ids.shape or len(ids) != len(x) or 0 in (x.shape[1], ids.shape[1]):
+        got = f"x {tuple(x.shape)}, expert_ids {tuple(ids.shape)}, scores {tuple(scores.shape)}"
+        raise PmlkitError(f"{place}: need x [T, D], expert_ids and scores [T, K], D and K at least 1; got {got}")
+
+
 def _check(x: Tensor, ids: Tensor, scores: Tensor, w13: Tensor, w2: Tensor) -> None:
     """Raise PmlkitError for what does not fit together."""
-    wanted = "x [T, D], expert_ids and scores [T, K], w13 [E, 2F, D], w2 [E, D, F]"
+    check_routes("routed_experts", x, ids, scores)
+    if (w13.ndim, w2.ndim) != (3, 3) or w13.shape != (w2.shape[0], 2 * w2.shape[2], w2.shape[1]) or w2.shape[1] != x.shape[1]:
+        got = f"x {tuple(x.shape)}, w13 {tuple(w13.shape)}, w2 {tuple(w2.shape)}"
+        raise PmlkitError(f"routed_experts: need x [T, D], w13 [E, 2F, D], w2 [E, D, F]; got {got}")
+    if 0 in w13.shape:
+        raise PmlkitError(f"routed_experts: experts and width must be at least 1; got w13 {tuple(w13.shape)}")
     given = {"x": x, "expert_ids": ids, "scores": scores, "w13": w13, "w2": w2}
-    got = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in given.items())
-    fits = (x.ndim, ids.ndim, w13.ndim, w2.ndim) == (2, 2, 3, 3) and scores.shape == ids.shape and len(ids) == len(x)
-    if not fits or w2.shape != (w13.shape[0], x.shape[1], w13.shape[1] // 2) or w13.shape[1:] != (2 * w2.shape[2], x.shape[1]):
-        raise PmlkitError(f"routed_experts: need {wanted}; got {got}")
-    if 0 in w13.shape or ids.shape[1] == 0:
-        raise PmlkitError(f"routed_experts: experts, top-k, width and columns must be at least 1; got {got}")
     devices = {tensor.device for tensor in given.values()}
     if len(devices) > 1:
         raise PmlkitError(f"routed_experts: tensors on {', '.join(sorted(map(str, devices)))}: move all to one device")
