@@ -34,6 +34,7 @@ class Check(Strict, kw_only=True):
     rms_rel: largest ‖difference‖/‖reference‖ over the loss value and every gradient; max_rel: largest single difference
     over the largest reference value; None = not finite. worst_row: row of the largest difference; limit: what rms_rel
     must not exceed; reference: what it was compared with; plain_rms_rel: rms_rel before own mining was granted.
+    graph_accepted: whether a replayed graph gives bit by bit what the same calls gave before; None where that was not asked.
     """
 
     max_rel: float | None
@@ -42,11 +43,12 @@ class Check(Strict, kw_only=True):
     reference: str
     limit: float
     plain_rms_rel: float | None = None
+    graph_accepted: bool | None = None
 
     @property
     def passed(self) -> bool:
         """Whether the answer is right."""
-        return self.rms_rel is not None and self.rms_rel <= self.limit
+        return self.rms_rel is not None and self.rms_rel <= self.limit and self.graph_accepted is not False
 
 
 class Timer(Strict, kw_only=True):

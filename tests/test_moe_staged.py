@@ -14,7 +14,7 @@ from pmlkit.moe import decoded, folded, formats, staged
 from pmlkit.moe.combine import gather
 from pmlkit.moe.prepare import Format, prepare_weights
 from pmlkit.moe.quantise import quantise_folded
-from pmlkit.moe.reference import exact, reference, to_bf16, to_mxfp8
+from pmlkit.moe.reference import exact, reference, to_bf16, to_mxfp8, to_nvfp4
 from pmlkit.moe.routing import LOST, route
 from pmlkit.moe.swiglu import SwiGLU
 from tests.test_moe_layer import away, made
@@ -24,13 +24,6 @@ pytestmark = [
     # Rows that are not there hold what memory held; a product takes them along, and nothing reads its result.
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
-
-
-def to_nvfp4(values: Tensor) -> Tensor:
-    """Round to nvfp4 along the last dimension: weights with a maximum an expert, rows each with its own."""
-    values = values.float()
-    amax = formats.largest(values.flatten(1))[:, None] if values.ndim == 3 else None
-    return formats.from_nvfp4(formats.nvfp4(values, amax)).double()
 
 
 def plain(T: int, K: int, E: int, D: int, F: int) -> list[Tensor]:

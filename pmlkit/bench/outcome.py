@@ -45,5 +45,7 @@ def judge(outcome: Outcome, check: Check, when: str) -> bool:
     if not check.passed:
         outcome.check = check
         size = "is not finite" if check.rms_rel is None else f"differs by {check.rms_rel:.2e}, limit {check.limit:.0e}"
+        if check.graph_accepted is False:
+            size = "of a replayed graph is not that of the same calls"
         outcome.status, outcome.reason = "wrong_result", f"the answer {size} {when} ({check.reference})"
     return check.passed

@@ -125,15 +125,15 @@ def captured(bound: Bound) -> Bound:
         for _ in range(3):
             for leaf in bound.leaves:
                 leaf.grad = None
-            bound.forward().backward()
+            bound.backward(bound.forward())
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     for leaf in bound.leaves:
         leaf.grad = None
     with torch.cuda.graph(graph, stream=stream):
         loss = bound.forward()
-        loss.backward()
-    return Bound(lambda: loss, bound.leaves, bound.mined, replay=graph.replay)
+        bound.backward(loss)
+    return replace(bound, forward=lambda: loss, replay=graph.replay)
 
 
 def exact(case: Case, inputs: LossInputs, triplets: Triplets | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:

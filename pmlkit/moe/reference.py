@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pmlkit.moe.formats import from_mxfp8, mxfp8
+from pmlkit.moe.formats import from_mxfp8, from_nvfp4, largest, mxfp8, nvfp4
 from pmlkit.moe.standard import Gradients
 from pmlkit.moe.swiglu import SwiGLU
 
@@ -30,6 +30,13 @@ def to_mxfp8(values: Tensor) -> Tensor:
     return from_mxfp8(mxfp8(values.float())).double()
 
 
+def to_nvfp4(values: Tensor) -> Tensor:
+    """Round to nvfp4 along the last dimension, from float32: weights [E, N, C] with a maximum an expert, rows each with one."""
+    values = values.float()
+    amax = largest(values.flatten(1))[:, None] if values.ndim == 3 else None
+    return from_nvfp4(nvfp4(values, amax)).double()
+
+
 def reference(
     x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor, w13: Tensor, w2: Tensor, activation: SwiGLU | None = None,
     rounded: Rounding = to_bf16, operands: Rounding | None = None,
@@ -37,19 +44,18 @@ def reference(
     """Return the output [T, D] in float64, of which the caller rounds the last sum.
 
     w13: [E, 2F, D], gate first. w2: [E, D, F]. A route whose id is no expert adds nothing. With `exact` rounding it is
-    differentiable by autograd. operands: rounding of x, weights and activations to a block-scaled format; without it
-    activations are `rounded`.
+    differentiable by autograd. operands: rounding of x, of weights [1, N, C], and of activations to a block-scaled format;
+    without it activations are `rounded`.
     """
-    between = operands or rounded
-    if operands:
-        x_TD, w13, w2 = operands(x_TD), operands(w13), operands(w2)
+    between, given = operands or rounded, operands or exact
     activation = activation or SwiGLU()
-    x_TD, scores_TK, w13, w2 = (t.double() for t in (x_TD, scores_TK, w13, w2))
+    x_TD, scores_TK = given(x_TD).double(), scores_TK.double()
     out_TD = torch.zeros_like(x_TD)
     for expert in range(len(w13)):
         tokens, k = torch.nonzero(ids_TK == expert, as_tuple=True)
-        gate, up = rounded(x_TD[tokens] @ w13[expert].T).chunk(2, dim=1)
-        rows = rounded(between(activation(gate, up)) @ w2[expert].T)
+        first, second = (given(weights[expert : expert + 1])[0].double() for weights in (w13, w2))  # float64 of one at a time
+        gate, up = rounded(x_TD[tokens] @ first.T).chunk(2, dim=1)
+        rows = rounded(between(activation(gate, up)) @ second.T)
         out_TD = out_TD.index_add(0, tokens, rows * scores_TK[tokens, k][:, None])
     return out_TD
 
@@ -60,19 +66,20 @@ def reference_backward(
 ) -> Gradients:  # fmt: skip
     """Return the gradients in float64 for the gradient of the output [T, D]; shapes as in `reference`."""
     activation = activation or SwiGLU()
-    grad_TD, x_TD, scores_TK, w13, w2 = (t.double() for t in (grad_TD, x_TD, scores_TK, w13, w2))
+    grad_TD, x_TD, scores_TK = (t.double() for t in (grad_TD, x_TD, scores_TK))
     dx_TD, dscores_TK = torch.zeros_like(x_TD), torch.zeros_like(scores_TK)
-    dw13, dw2 = torch.zeros_like(w13), torch.zeros_like(w2)
+    dw13, dw2 = (torch.zeros_like(weights, dtype=torch.float64) for weights in (w13, w2))
     for expert in range(len(w13)):
         tokens, k = torch.nonzero(ids_TK == expert, as_tuple=True)
         score, grads = scores_TK[tokens, k][:, None], grad_TD[tokens]
-        h1 = rounded(x_TD[tokens] @ w13[expert].T).requires_grad_()
+        first, second = w13[expert].double(), w2[expert].double()
+        h1 = rounded(x_TD[tokens] @ first.T).requires_grad_()
         with torch.enable_grad():
             h2 = activation(*h1.chunk(2, dim=1))
-        dh2, act = grads @ w2[expert], rounded(h2.detach())
+        dh2, act = grads @ second, rounded(h2.detach())
         dscores_TK[tokens, k] = (dh2 * act).sum(1)
         dh1 = rounded(torch.autograd.grad(h2, h1, dh2 * score)[0]) if len(tokens) else torch.zeros_like(h1)
         dw2[expert] = grads.T @ rounded(act * score)
         dw13[expert] = dh1.T @ x_TD[tokens]
-        dx_TD.index_add_(0, tokens, rounded(dh1 @ w13[expert]))
+        dx_TD.index_add_(0, tokens, rounded(dh1 @ first))
     return Gradients(dx_TD, dscores_TK, dw13, dw2)
