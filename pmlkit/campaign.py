@@ -74,6 +74,12 @@ def loss_case(op: str, rows: int, precision: str, **layout: int) -> Case:
     return Case(op=op, precision=precision, shape={"N": rows, "D": 128, **labels, **layout})
 
 
+def layer_case(precision: str, mode: str, experts: int, width: int, tokens: int = 2048) -> Case:
+    """Return the work of one rank of the published layer: D = 7168, 6 experts a token, `experts` of its own, routes even."""
+    shape = {"T": tokens, "D": 7168, "E": experts, "K": 6, "F": width}
+    return Case(op="moe_layer", precision=precision, mode=mode, shape=shape)
+
+
 _CPU_CASES = (
     *(loss_case(op, 128, "fp32") for op in LOSSES),
     *(loss_case(op, 512, precision) for precision in ("fp32", "bf16") for op in LOSSES if op != "ntxent"),
@@ -101,6 +107,22 @@ _ANSWER_CASES = tuple(
     for precision in ("fp32", "bf16", "fp16")
     for rows, layouts in ((512, _LAYOUTS), (2048, _LAYOUTS[:1]))
     for layout in layouts
+)
+
+_WIDTHS = tuple((experts, width) for experts in (48, 24, 12, 6) for width in (1536, 3072, 6144))
+
+
+def _forward_cases(precision: str) -> tuple[Case, ...]:
+    """Return the balanced rank at EP 8 to 64, the hottest at imbalance 4 and 8, every expert on one rank, and decoding."""
+    shapes = [(*sizes, 2048) for sizes in _WIDTHS]
+    shapes += [(experts, 3072, 2048 * hot) for experts in (48, 24) for hot in (4, 8)]
+    shapes += [(384, 3072, 2048), *((48, 3072, tokens) for tokens in (1, 4, 16, 64, 256))]
+    return tuple(layer_case(precision, "inference", *shape) for shape in shapes)
+
+
+_TRAINING_CASES = (
+    *(layer_case("bf16", "training", *sizes) for sizes in _WIDTHS),
+    *(layer_case("bf16", "training", experts, 3072, 2048 * hot) for experts in (12, 6) for hot in (4, 8)),
 )
 
 _CPU = Campaign(
@@ -132,6 +154,16 @@ _FUSED = Campaign(
 )
 
 _ALONE = msgspec.structs.replace(subject("pmlkit"), process="")  # a process of its own: else the A/A control shares one
+
+_ONE_GPU = Campaign(
+    name="moe-one-gpu",
+    question="One rank's expert work in bf16, forward, without communication: pmlkit against torch's grouped product.",
+    cases=_forward_cases("bf16"),
+    arms={"standard": subject("moe-bf16"), "standard-again": subject("moe-bf16"), "torch": subject("torch-bf16")},
+    baseline="standard",
+    protocol=PROTOCOLS["moe-short"],
+    sentinel=(layer_case("bf16", "inference", 6, 1536), subject("moe-bf16")),
+)
 
 CAMPAIGNS = {
     campaign.name: campaign
@@ -195,6 +227,34 @@ CAMPAIGNS = {
             baseline="pml",
             protocol=PROTOCOLS["pmlkit-capacity"],
             sentinel=None,
+        ),
+        _ONE_GPU,
+        msgspec.structs.replace(
+            _ONE_GPU,
+            name="moe-one-gpu-training",
+            question="One rank's expert work in bf16, forward and backward, without communication.",
+            cases=_TRAINING_CASES,
+        ),
+        msgspec.structs.replace(
+            _ONE_GPU,
+            name="moe-one-gpu-mxfp8",
+            question="The same forward in mxfp8, beside torch's fp8 product with one scale a row, fast and full sums.",
+            cases=_forward_cases("mxfp8"),
+            arms={
+                "staged": subject("moe-mxfp8"),
+                "staged-again": subject("moe-mxfp8"),
+                "torch": subject("torch-fp8"),
+                "torch-slow": subject("torch-fp8-slow"),
+            },
+            baseline="staged",
+        ),
+        msgspec.structs.replace(
+            _ONE_GPU,
+            name="moe-one-gpu-nvfp4",
+            question="The same forward in nvfp4, decoded to bf16 in registers; torch has no product to set beside it.",
+            cases=_forward_cases("nvfp4"),
+            arms={"staged": subject("moe-nvfp4"), "staged-again": subject("moe-nvfp4")},
+            baseline="staged",
         ),
     )
 }

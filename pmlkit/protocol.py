@@ -17,6 +17,8 @@ class Protocol(msgspec.Struct, frozen=True, kw_only=True):
     device: `cpu` (wall clock) or `cuda` (events, graph replay). blocks: samples per phase. inner: iterations of a
     sample, or None: as many as last `block_s` seconds. warmup, warmup_s: at least this many pairs and this many seconds,
     and until nothing was compiled or allocated in the last ten, before anything is kept.
+    lasting: whether a process of an arm measures all cases of a round, taking turns with the other arms' processes, instead
+    of one case each: for campaigns whose many cases take less time than the start of a process.
     cache: `as-in-loop` = iterations follow each other as in training; `hot` = each follows an untimed one of itself;
     `cold` = the second-level cache is overwritten before each; `rotating` = more input sets than the cache holds take
     turns. seeks: `time`, or `capacity` = the largest batch of which a pair runs. ahead: how many later groups import while
@@ -34,6 +36,7 @@ class Protocol(msgspec.Struct, frozen=True, kw_only=True):
     inner: int | None = None
     block_s: float = 0.03
     cache: Cache = "as-in-loop"
+    lasting: bool = False
     seeks: Literal["time", "capacity"] = "time"
     ahead: int = 0
     threads: int = 1
@@ -63,6 +66,19 @@ PROTOCOLS = {
         Protocol(name="pml-page", device="cuda", processes=3, most=3, blocks=3, inner=100, warmup=20, warmup_s=1.0, ahead=2),
         # As the published report (windows of 30 replays), with 15 windows instead of 5: its five had not settled.
         Protocol(name="moe-report", device="cuda", blocks=15, inner=30, warmup=30, warmup_s=1.0, ahead=2),
+        # The same where device time is short: windows of 5 replays, one process a subject and round.
+        Protocol(
+            name="moe-short",
+            device="cuda",
+            processes=5,
+            most=5,
+            blocks=15,
+            inner=5,
+            warmup=10,
+            warmup_s=0.1,
+            lasting=True,
+            timeout_s=300.0,
+        ),
     )
 }
 

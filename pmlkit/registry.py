@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from pmlkit import __version__
+from pmlkit.case import Case
 from pmlkit.errors import PmlkitError, nearest
 from pmlkit.record import Math
 from pmlkit.work import Work
@@ -14,13 +15,18 @@ from pmlkit.work import Work
 
 @dataclass(frozen=True)
 class Op:
-    """An operation. module: its file. work: dotted path of its work model. phases: what is timed, headline first."""
+    """An operation. module: its file. work: dotted path of its work model. phases: what is timed, headline first.
+
+    inputs, check: dotted paths of what makes a case's inputs, and of the gate before timing.
+    """
 
     key: str
     title: str
     module: str
     work: str
     phases: tuple[str, ...]
+    inputs: str = "pmlkit.losses.bind:make_inputs"
+    check: str = "pmlkit.bench.check:check_answer"
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +36,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     package: distribution whose installed version must equal `version`, or None for pmlkit's own code. imports: modules
     that its binder needs, imported before the measurement begins.
     process: subjects of one such name are measured after one another in one process, "" = each in its own.
+    pipeline: of an expert layer, how its launches are cut.
     interpreter, path: another Python, or a folder put first on its module path, for another release of the package.
     """
 
@@ -45,6 +52,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     interpreter: str | None = None
     path: str | None = None
     math: Math = "plain"
+    pipeline: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,18 +71,30 @@ LOSS_PHASES = ("pair", "forward", "backward")
 OPS = {
     op.key: op
     for op in (
-        Op("contrastive", "Contrastive", "pmlkit.losses.contrastive", "pmlkit.losses.work:loss_work", LOSS_PHASES),
+        Op("contrastive", "Contrastive", "pmlkit.losses.contrastive", "pmlkit.losses.work:work_of", LOSS_PHASES),
         Op(
             "batch_hard_triplet", "Batch-hard + Triplet", "pmlkit.losses.batch_hard_triplet",
-            "pmlkit.losses.work:loss_work", LOSS_PHASES,
+            "pmlkit.losses.work:work_of", LOSS_PHASES,
         ),
-        Op("ntxent", "NT-Xent", "pmlkit.losses.ntxent", "pmlkit.losses.work:loss_work", LOSS_PHASES),
-        Op("proxy_anchor", "ProxyAnchor", "pmlkit.losses.proxy_anchor", "pmlkit.losses.work:loss_work", LOSS_PHASES),
-        Op("moe_layer", "Mixture-of-experts layer", "pmlkit.moe", "pmlkit.moe.work:layer_work", ("layer",)),
+        Op("ntxent", "NT-Xent", "pmlkit.losses.ntxent", "pmlkit.losses.work:work_of", LOSS_PHASES),
+        Op("proxy_anchor", "ProxyAnchor", "pmlkit.losses.proxy_anchor", "pmlkit.losses.work:work_of", LOSS_PHASES),
+        Op(
+            "moe_layer", "Mixture-of-experts layer", "pmlkit.moe", "pmlkit.moe.work:work_of", ("pair",),
+            inputs="pmlkit.bench.layer:make_layer_inputs", check="pmlkit.bench.check_layer:check_layer",
+        ),
     )
 }  # fmt: skip
 
 LOSSES = tuple(key for key, op in OPS.items() if op.module.startswith("pmlkit.losses."))
+
+
+def _layer(key: str, name: str, bind: str, precision: str, math: Math = "plain", pipeline: str | None = None) -> Subject:
+    """Return a subject that computes the expert layer in one format."""
+    return Subject(
+        key=key, name=name, version=__version__, bind=bind, ops=("moe_layer",), precisions=(precision,), math=math,
+        pipeline=pipeline,
+    )  # fmt: skip
+
 
 SUBJECTS = {
     subject.key: subject
@@ -152,6 +172,12 @@ SUBJECTS = {
             imports=("torch._inductor.compile_fx",),
             process="compiled",
         ),
+        _layer("moe-bf16", "pmlkit-layer", "pmlkit.bench.layer:bind_standard", "bf16", pipeline="standard"),
+        _layer("moe-mxfp8", "pmlkit-layer", "pmlkit.bench.layer:bind_staged", "mxfp8", pipeline="staged", math="folded-fp8"),
+        _layer("moe-nvfp4", "pmlkit-layer", "pmlkit.bench.layer:bind_staged", "nvfp4", pipeline="staged", math="decode-bf16"),
+        _layer("torch-bf16", "torch-grouped-mm", "pmlkit.bench.peers_layer:bind_grouped", "bf16"),
+        _layer("torch-fp8", "torch-scaled-grouped-mm", "pmlkit.bench.peers_layer:bind_scaled", "mxfp8"),
+        _layer("torch-fp8-slow", "torch-scaled-grouped-mm-fp32-sums", "pmlkit.bench.peers_layer:bind_scaled_slow", "mxfp8"),
     )
 }
 
@@ -197,6 +223,6 @@ def resolve(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def loss_work(key: str, shape: dict[str, int], precision: str) -> Work:
-    """Return the declared work of a loss case."""
-    return resolve(op(key).work)(key, shape, precision)
+def work_of(case: Case) -> Work:
+    """Return the declared work of a case."""
+    return resolve(op(case.op).work)(case)

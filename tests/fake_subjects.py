@@ -79,3 +79,8 @@ def clock_goes_backwards(case: Case, inputs: LossInputs) -> Bound:
     real, calls = time.perf_counter_ns, itertools.count()
     time.perf_counter_ns = lambda: real() - 1_000_000_000 * (next(calls) // 3)
     return bind_reference(case, inputs)
+
+
+def names_its_process(case: Case, inputs: LossInputs) -> Bound:
+    print(f"process {os.getpid()}")
+    return bind_reference(case, inputs)

@@ -16,7 +16,7 @@ from pmlkit.campaign import loss_case
 from pmlkit.case import Case
 from pmlkit.jsonl import append_line
 from pmlkit.record import Check, Conditions, Flag, Memory, Record, Status, Timer
-from pmlkit.registry import LOSSES, SUBJECTS, loss_work
+from pmlkit.registry import LOSSES, SUBJECTS, work_of
 from pmlkit.run import Run
 
 RUN_ID = "20260101T000000Z-sample-000000"
@@ -89,7 +89,7 @@ def _record(case: Case, arm: str, key: str, replicate: int, order: int, status: 
         timer=Timer(method="wall", cache="as-in-loop", warmup=3, warmup_s=0.1, inner=20, resolution_ns=60.0) if timed else None,
         samples_ns=samples if timed else None,
         memory=[Memory(source="profiler", baseline_bytes=base, allocated_peak_bytes=9 * base)] if status == "ok" else None,
-        work=loss_work(case.op, case.shape, case.precision),
+        work=work_of(case),
         conditions=[Conditions(load_1m=[0.5, 0.6])] if status == "ok" else None,
         **msgspec.structs.asdict(case),
     )

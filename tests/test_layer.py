@@ -6,6 +6,7 @@ import torch
 
 from pmlkit.bench.check_layer import check_layer, distance
 from pmlkit.bench.layer import BoundLayer, bind_staged, bind_standard, bound_layer, make_layer_inputs
+from pmlkit.bench.peers_layer import bind_grouped, bind_scaled
 from pmlkit.case import Case
 from pmlkit.errors import PmlkitError
 from pmlkit.moe.reference import exact, reference
@@ -99,3 +100,28 @@ def test_distances() -> None:
     assert distance(value, wanted) == pytest.approx((3 / 12**0.5, 3.0, 2))
     assert distance(value[:, None], wanted[:, None]) == pytest.approx((3 / 12**0.5, 3.0, 2))
     assert distance(value, 0 * wanted)[0] == pytest.approx(27**0.5)
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_torch_grouped_layers_pass(mode: str) -> None:
+    """The rival in bf16, its gradients too, is the same layer."""
+    case = msgspec.structs.replace(CASE, mode=mode)
+    inputs = make_layer_inputs(case)
+    assert check_layer(case, inputs, bind_grouped(case, inputs)).passed  # pyright: ignore[reportArgumentType]
+
+
+def test_torch_scaled_layers_pass_with_their_coarser_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rival in E4M3 with a scale a row, whose product this machine lacks, so that it is written out here."""
+
+    def product(rows, weights, scale, of_weights, offs, out_dtype, use_fast_accum):
+        ends = offs[:-1].long()
+        parts = zip(rows.float().tensor_split(ends), weights.float(), scale.tensor_split(ends), of_weights, strict=True)
+        return torch.cat([(x @ w) * s[:, None] * t for x, w, s, t in parts]).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", product)
+    case = msgspec.structs.replace(SMALL, precision="mxfp8")
+    inputs = make_layer_inputs(case)
+    check = check_layer(case, inputs, bind_scaled(case, inputs))  # pyright: ignore[reportArgumentType]
+    assert check.passed and (check.rms_rel or 0) > check.limit / 4
+    with pytest.raises(NotImplementedError, match="mxfp8 inference"):
+        bind_scaled(SMALL, inputs)

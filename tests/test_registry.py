@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pmlkit import campaign, registry
+from pmlkit.case import Case
 from pmlkit.errors import PmlkitError
 from pmlkit.precision import PRECISIONS
 from pmlkit.release import read_published
@@ -23,7 +24,7 @@ def test_every_loss_has_a_work_model(op: str) -> None:
     """A loss declares positive work in every plain precision, and its operations are in that precision."""
     shape = campaign.loss_case(op, 64, "fp32").shape
     for precision in ("fp32", "bf16"):
-        work = registry.loss_work(op, shape, precision)
+        work = registry.work_of(Case(op=op, precision=precision, shape=shape))
         assert list(work.flops) == [precision]
         assert work.useful_flops > 0
         assert work.hbm_bytes > 0

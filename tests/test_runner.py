@@ -10,6 +10,7 @@ from pmlkit import paths
 from pmlkit.bench import runner
 from pmlkit.bench.process import scrub
 from pmlkit.campaign import Campaign, campaign, loss_case
+from pmlkit.case import Case
 from pmlkit.protocol import Protocol
 from pmlkit.record import Record
 from pmlkit.registry import Subject, subject
@@ -175,3 +176,43 @@ def test_a_fused_loss_is_proved_and_timed_like_any_subject() -> None:
     assert record.status == "ok", record.reason
     assert record.check is not None
     assert (record.check.rms_rel or 1) < 2e-6
+
+
+def test_a_lasting_process_measures_all_cases_of_its_arm_and_round() -> None:
+    """Arms take turns on each case; a process serves its arm for one round, and a death costs one record."""
+    protocol = msgspec.structs.replace(QUICK, processes=2, most=2, lasting=True)
+    arms = {"a": fake("names_its_process"), "b": fake("names_its_process"), "dies": fake("killed")}
+    cases = tuple(loss_case("contrastive", rows, "fp32") for rows in (8, 16, 24))
+    plan = Campaign(name="test", question="?", cases=cases, arms=arms, baseline="a", protocol=protocol)
+    plan = msgspec.structs.replace(plan, sentinel=(cases[0], fake("names_its_process")))
+    records = read_run(runner.run_campaign(plan))[1].records
+    timed = [record for record in records if record.arm in ("a", "b")]
+    assert [record.status for record in timed] == ["ok"] * 12
+    assert {record.status for record in records if record.arm == "dies"} == {"host_oom"}
+    groups = [{record.arm for record in records[start : start + 3]} for start in (1, 4, 7)]
+    assert groups == [{"a", "b", "dies"}] * 3
+    processes: dict[tuple[str, int], set[str]] = {}
+    for record in records:
+        if record.arm != "dies":
+            line = next(line for line in record.log_tail.splitlines() if line.startswith("process "))
+            processes.setdefault((record.arm, record.replicate if record.arm != "sentinel" else 0), set()).add(line)
+    assert all(len(one) == 1 for one in processes.values())
+    assert len(set.union(*processes.values())) == 5
+
+
+def test_a_layer_is_measured_through_the_same_engine() -> None:
+    """torch's grouped product on this processor: the answer proved, output and gradients, then timed."""
+    cases = tuple(
+        Case(op="moe_layer", precision="bf16", mode=mode, shape={"T": 8, "D": 32, "E": 3, "K": 2, "F": 16})
+        for mode in ("inference", "training")
+    )
+    arms = {"torch": subject("torch-bf16"), "again": subject("torch-bf16")}
+    protocol = msgspec.structs.replace(QUICK, lasting=True)
+    plan = Campaign(name="test", question="?", cases=cases, arms=arms, baseline="torch", protocol=protocol)
+    records = read_run(runner.run_campaign(plan))[1].records
+    assert [record.status for record in records] == ["ok"] * 4, [record.reason for record in records]
+    for record in records:
+        assert record.samples_ns and record.iteration_ns("pair") and record.work and record.memory
+        assert record.work.useful_flops == 6 * 8 * 2 * 32 * 16 * (3 if record.mode == "training" else 1)
+        assert (record.memory[0].saved_bytes is not None) == (record.mode == "training")
+        assert ("backward" in record.samples_ns) and record.pipeline is None

@@ -9,7 +9,7 @@ from torch import Tensor
 from pmlkit.case import Case
 from pmlkit.errors import PmlkitError
 from pmlkit.losses.bind import Bound, captured
-from pmlkit.moe.experts import routed_experts
+from pmlkit.moe.experts import INTERPRETED, routed_experts
 from pmlkit.moe.inference import prepared_experts
 from pmlkit.moe.prepare import MATH, prepare_weights
 
@@ -86,6 +86,7 @@ def bind_standard(case: Case, inputs: LayerInputs) -> Bound:
     """Return pmlkit's bf16 layer. Raises NotImplementedError for another format, PmlkitError for what the layer refuses."""
     if case.precision != "bf16":
         raise NotImplementedError(f"the standard pipeline computes bf16, not {case.precision}")
+    _need_kernels(inputs)
     return bound_layer(lambda: routed_experts(inputs.x, inputs.ids, inputs.scores, inputs.w13, inputs.w2), inputs)
 
 
@@ -96,6 +97,7 @@ def bind_staged(case: Case, inputs: LayerInputs) -> Bound:
     """
     if case.precision not in MATH or case.mode == "training":
         raise NotImplementedError(f"no staged pipeline for {case.mode} in {case.precision}")
+    _need_kernels(inputs)
     weights = prepare_weights(inputs.w13, inputs.w2, case.precision)  # pyright: ignore[reportArgumentType]
     return bound_layer(lambda: prepared_experts(inputs.x, inputs.ids, inputs.scores, weights), inputs)
 
@@ -109,6 +111,12 @@ def bound_layer(forward: Callable[[], Tensor], inputs: LayerInputs, slack: float
     small = inputs.leaves[:2]  # x and scores: weights' gradients are too large to keep twice
     eager = (out, *(leaf.grad.clone() for leaf in small if leaf.grad is not None))
     return replace(captured(bound), eager=eager)  # pyright: ignore[reportCallIssue]
+
+
+def _need_kernels(inputs: LayerInputs) -> None:
+    """Raise NotImplementedError on a processor: the plain reference's time must not be taken for the kernels'."""
+    if not (inputs.x.is_cuda or INTERPRETED):
+        raise NotImplementedError(f"no kernels of the layer on {inputs.x.device.type}: they need a CUDA device")
 
 
 def _saved_bytes(forward: Callable[[], Tensor], inputs: LayerInputs) -> int | None:

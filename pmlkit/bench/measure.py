@@ -4,11 +4,11 @@ import gc
 import math
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 
 from pmlkit.bench.capacity import find_capacity
-from pmlkit.bench.check import check_answer
 from pmlkit.bench.clocks import clock_for
 from pmlkit.bench.device import Monitor
 from pmlkit.bench.kernels import see_kernels
@@ -19,24 +19,26 @@ from pmlkit.bench.timing import Samples, time_phases, warm_up
 from pmlkit.campaign import Job
 from pmlkit.case import Case
 from pmlkit.errors import PmlkitError
-from pmlkit.losses.bind import Bound, LossInputs, make_inputs, with_loss_scale
+from pmlkit.losses.bind import Bound, with_loss_scale
+from pmlkit.registry import op, resolve
 
 _WINDOWS = 15  # fewer cannot tell a slope from chance: with five, tau is 0.6 in 23 % of steady series
 _TRIES = 4  # the first and three with more warm-up
 
 
-def measure(job: Job, bind: Callable[[Case, LossInputs], Bound]) -> Outcome:
+def measure(job: Job, bind: Callable[[Case, Any], Bound]) -> Outcome:
     """Return what was seen. Every failure becomes an outcome with a typed status."""
     outcome, bind = Outcome(status="ok"), with_loss_scale(bind)
     try:
         if job.protocol.seeks == "capacity":
             return find_capacity(job, bind, forget)
+        make_inputs, check_answer = (resolve(path) for path in (op(job.case.op).inputs, op(job.case.op).check))
         inputs = make_inputs(job.case, job.protocol.device)
         first = bind(job.case, inputs)
         if not judge(outcome, check := check_answer(job.case, inputs, first), "before timing"):
             return outcome
         outcome.check = check
-        bound = _rotating(job, bind, first, inputs) if job.protocol.cache == "rotating" else first
+        bound = _rotating(job, bind, first, inputs, make_inputs) if job.protocol.cache == "rotating" else first
         _time(job, bound, outcome)
         if isinstance(bound, Rotating):
             bound.pair_of_each()
@@ -49,7 +51,9 @@ def measure(job: Job, bind: Callable[[Case, LossInputs], Bound]) -> Outcome:
         if job.protocol.device == "cuda":
             outcome.kernels = [see_kernels(first)]
             _judge_pace(outcome)
-        outcome.memory = [peak_memory(first, job.protocol.device)]
+        memory = peak_memory(first, job.protocol.device)
+        memory.saved_bytes = getattr(first, "saved_bytes", None)
+        outcome.memory = [memory]
         judge_timer(outcome)
         return outcome
     except Exception as error:
@@ -66,7 +70,7 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-def _rotating(job: Job, bind: Callable[[Case, LossInputs], Bound], first: Bound, inputs: LossInputs) -> Rotating:
+def _rotating(job: Job, bind: Callable[[Case, Any], Bound], first: Bound, inputs: Any, make_inputs: Any) -> Rotating:
     """Return the subject bound to as many inputs as overflow the cache, which take turns."""
     bytes_each = 2 * sum(leaf.numel() * leaf.element_size() for leaf in inputs.leaves)  # read, and gradients written
     others = [make_inputs(job.case, job.protocol.device) for _ in range(sets_beyond_cache(bytes_each) - 1)]

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -20,7 +21,7 @@ from pmlkit.campaign import SENTINEL, Campaign, Job, expand
 from pmlkit.errors import PmlkitError, nearest
 from pmlkit.jsonl import append_line
 from pmlkit.record import Record, Status
-from pmlkit.registry import loss_work
+from pmlkit.registry import work_of
 from pmlkit.run import Run, Sitting, read_run
 
 
@@ -64,6 +65,8 @@ def check_statuses(words: Collection[str]) -> set[str]:
 def sit(run: Run, campaign: Campaign, folder: Path, retry: Collection[str], deadline: float, interrupt: Interrupt) -> None:
     """Measure until nothing is missing or something ends it, and note in `sittings.jsonl` what did."""
 
+    measuring = measure_lasting if campaign.protocol.lasting else partial(measure, ahead=campaign.protocol.ahead)
+
     def stop() -> str:
         return "interrupted" if interrupt.seen else "budget" if time.monotonic() >= deadline else ""
 
@@ -75,7 +78,7 @@ def sit(run: Run, campaign: Campaign, folder: Path, retry: Collection[str], dead
         for jobs in rounds(campaign, run.seed, records, retry):
             progress.expect(len(jobs))
             begun = len(records)
-            for record in measure(run, groups(campaign, jobs, records, stop), campaign.protocol.ahead, stop):
+            for record in measuring(run, groups(campaign, jobs, records, stop), stop):
                 append_line(folder / "records.jsonl", record)
                 records.append(record)
                 if record.arm != SENTINEL:
@@ -147,7 +150,7 @@ def resume_run(campaign: Campaign, folder: Path) -> Run:
     return run
 
 
-def measure(run: Run, groups: Iterable[list[Job]], ahead: int, stop: Callable[[], object]) -> Iterator[Record]:
+def measure(run: Run, groups: Iterable[list[Job]], stop: Callable[[], object], ahead: int = 0) -> Iterator[Record]:
     """Run groups of jobs. The workers of a group, and of `ahead` later groups, import at the same time; one measures.
 
     Starting is most of a short case's cost, so it is shared between the cores; only one worker ever touches the device.
@@ -164,16 +167,38 @@ def measure(run: Run, groups: Iterable[list[Job]], ahead: int, stop: Callable[[]
                 return
             if stop() and started[0][0].jobs[0].arm != SENTINEL:
                 for sharers in started[0]:
-                    sharers.worker.close()
+                    sharers.close()
             else:
                 for sharers in started[0]:
                     sharers.worker.wait_ready()
                 for sharers in started[0]:
                     yield from sharers.measure(run)
+                    sharers.close()
             started.popleft()
     finally:
         for sharers in (sharers for group in started for sharers in group):
-            sharers.worker.close()
+            sharers.close()
+
+
+def measure_lasting(run: Run, groups: Iterable[list[Job]], stop: Callable[[], object]) -> Iterator[Record]:
+    """Run groups of jobs. A process lives as long as its arm has jobs of one round; only one at a time measures."""
+    living: dict[tuple[str, int], Sharers] = {}
+    try:
+        for group in groups:
+            for jobs in by_process(group):
+                if stop() and jobs[0].arm != SENTINEL:
+                    continue
+                key = jobs[0].arm, jobs[0].replicate if jobs[0].arm != SENTINEL else 0
+                for old in [one for one in living if one[0] == key[0] and one != key]:
+                    living.pop(old).close()
+                if key not in living:
+                    living[key] = Sharers(jobs)
+                    living[key].worker.wait_ready()
+                living[key].jobs = jobs
+                yield from living[key].measure(run)
+    finally:
+        for sharers in living.values():
+            sharers.close()
 
 
 def by_process(jobs: Iterable[Job]) -> list[list[Job]]:
@@ -191,9 +216,11 @@ class Sharers:
     def __init__(self, jobs: list[Job]) -> None:
         self.jobs = jobs
         self.worker = Worker(jobs[0])
+        self.begun = False
 
     def measure(self, run: Run) -> Iterator[Record]:
-        """Yield a record for every job, and end the process."""
+        """Yield a record for every job."""
+        self.begun = True
         for job in self.jobs:
             if job is not self.worker.job:
                 if self.worker.problem is None:
@@ -205,7 +232,10 @@ class Sharers:
             started_at, begin = datetime.now(UTC), time.monotonic()
             outcome = self.worker.measure()
             yield make_record(run, self.worker, outcome, started_at, time.monotonic() - begin)
-        if self.worker.problem is None:
+
+    def close(self) -> None:
+        """End the process: in its own time if it has measured and is well, else at once."""
+        if self.begun and self.worker.problem is None:
             self.worker.end()
         self.worker.close()
 
@@ -227,9 +257,10 @@ def make_record(run: Run, worker: Worker, outcome: Outcome, started_at: datetime
         "subject": subject.name,
         "version": subject.version,
         "math": subject.math,
-        "work": loss_work(case.op, case.shape, case.precision),
+        "work": work_of(case),
         "log_tail": worker.log_tail(),
         **msgspec.structs.asdict(case),
+        "pipeline": case.pipeline or subject.pipeline,
     }
     outcome.reason = scrub(outcome.reason) if outcome.reason else None
     try:

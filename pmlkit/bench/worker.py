@@ -65,7 +65,14 @@ def prepare(job: Job) -> Callable[[], Outcome]:
     measuring = ("pmlkit.stats", "pynvml") if job.protocol.device == "cuda" else ()
     for module in (*measuring, *subject.imports):
         import_module(module)
-    return partial(measure, job, resolve(subject.bind))
+    measured = partial(measure, job, resolve(subject.bind))
+
+    def and_forget() -> Outcome:
+        outcome = measured()
+        forget()  # before the answer: then another process measures, and needs the memory
+        return outcome
+
+    return and_forget if job.protocol.lasting else measured
 
 
 if __name__ == "__main__":

@@ -4,11 +4,17 @@ Counts use no symmetry of the similarity matrix. Traffic is what a kernel that k
 rows in each pass, writes the gradient, and touches labels (8 bytes) and saved statistics once each way.
 """
 
+from pmlkit.case import Case
 from pmlkit.errors import PmlkitError
 from pmlkit.precision import precision
 from pmlkit.work import Work
 
 MODEL = "loss-pair/1"
+
+
+def work_of(case: Case) -> Work:
+    """Return the work of a loss case."""
+    return loss_work(case.op, case.shape, case.precision)
 
 
 def loss_work(op: str, shape: dict[str, int], precision_key: str) -> Work:

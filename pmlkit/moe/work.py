@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+from pmlkit.case import Case
 from pmlkit.errors import PmlkitError
 from pmlkit.moe.load import check_format, check_sizes, receive_rows, row_limit
 from pmlkit.precision import precision as storage
@@ -10,6 +11,15 @@ from pmlkit.work import Work
 MODEL = "moe-layer/1"
 TRAINING = 3  # the report's convention: a training step is three forward passes of operations and of bytes
 SCORE_BYTES = 4  # routing scores are float32
+
+
+def work_of(case: Case) -> Work:
+    """Return the work of a layer's case: of the mean rank of `ep`, or of the one rank that its shape describes."""
+    shape, mode = case.shape, case.mode or "inference"
+    return layer_work(
+        tokens=shape["T"], hidden=shape["D"], width=shape["F"], experts=shape["E"], top_k=shape["K"], ep=case.ep or 1,
+        precision=case.precision, mode=mode, imbalance=case.imbalance or 1.0,
+    )  # fmt: skip
 
 
 def layer_work(
