@@ -49,7 +49,7 @@ def frame_records(run: Run, records: Iterable[Record]) -> pd.DataFrame:
             "case": record.case_id,
             "op": record.op,
             "precision": record.precision,
-            "N": record.shape.get("N"),
+            "N": rows_of(record.shape),
             "layout": layout_name(record.shape),
             "label": record.arm,
             "subject": record.subject,
@@ -75,9 +75,7 @@ def frame_records(run: Run, records: Iterable[Record]) -> pd.DataFrame:
 def in_order(records: Iterable[Record]) -> list[Record]:
     """Return the records by case, arm and replicate, ops and precisions in the order of the registries."""
     ops, precisions = ({key: place for place, key in enumerate(keys)} for keys in (registry.OPS, PRECISIONS))
-    return sorted(
-        records, key=lambda r: (ops[r.op], precisions[r.precision], r.shape.get("N", 0), r.case_id, r.arm, r.replicate)
-    )
+    return sorted(records, key=lambda r: (ops[r.op], precisions[r.precision], rows_of(r.shape), r.case_id, r.arm, r.replicate))
 
 
 def _memory(record: Record) -> dict[str, float | None]:
@@ -163,7 +161,7 @@ def cells_measured(run: Run, records: Iterable[Record], phase: str = "pair") -> 
     versions: dict[str, set[str]] = {}
     for record in in_order(records):
         versions.setdefault(record.arm, set()).add(f"{record.subject} {record.version}")
-        key = (machine, record.case_id, record.op, record.precision, record.shape.get("N"), record.arm)
+        key = (machine, record.case_id, record.op, record.precision, rows_of(record.shape), record.arm)
         failed, values, cycles = cells.setdefault(key, ([], [], []))
         value = iteration_ms(record, phase)
         if record.status != "ok":
@@ -236,6 +234,11 @@ def frame_moe(records: Iterable[PublishedRecord]) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def rows_of(shape: dict[str, int]) -> int:
+    """Return the rows of a batch, of a layer its tokens."""
+    return shape.get("N", shape.get("T", 0))
 
 
 def layout_name(shape: dict[str, int]) -> str:

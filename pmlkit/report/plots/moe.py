@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from pmlkit.report.figure import PALETTE, ReportFigure, pipeline_marker, precision_colour, style
+from pmlkit.report.figure import PALETTE, ReportFigure, nothing, pipeline_marker, precision_colour, style
 from pmlkit.stats import kendall_tau
 
 
@@ -108,3 +108,33 @@ def settling_words(frame: pd.DataFrame) -> list[str]:
             f"mean Kendall tau {np.mean([kendall_tau(w) for w in windows]):+.2f}"
         )
     return words
+
+
+def plot_layers(table: pd.DataFrame) -> ReportFigure:
+    """Draw the share of its own roof that every measured layer reaches, the best rival's, and the published one's."""
+    part = table.dropna(subset=["share"]).reset_index(drop=True)
+    if part.empty:
+        return nothing(f"Of {len(table)} measured layers none ran on a board that the peaks ledger knows: no share to draw.")
+    names = [
+        f"{r['precision']} {r['mode']}, {r['experts']} experts, F={r['width']:,}, {r['rows']:,} rows"
+        for r in part.to_dict("records")
+    ]
+    rival = part["share"] / part["lead"]
+    with style():
+        figure = ReportFigure(figsize=(9, 1.4 + 0.24 * len(part)))
+        axis = figure.subplots()
+        for y, row in enumerate(part.to_dict("records")):
+            marker, colour = pipeline_marker(row["pipeline"]), precision_colour(row["precision"])
+            axis.plot(100 * row["share"], y, marker, color=colour, markersize=5)
+            axis.plot(100 * row["published_share"], y, marker, color=colour, markersize=5, mfc="none")
+            axis.plot(100 * rival[y], y, "|", color="#000000", markersize=8)
+        axis.set_yticks(range(len(part)), names)
+        axis.set_ylim(len(part) - 0.5, -0.5)
+        axis.set(xlim=(0, None), xlabel="% of the roof (filled: pmlkit; tick: best rival; hollow: published, of GB300's peak)")
+    shares = zip(names, part["share"], part["published_share"], strict=True)
+    words = (
+        f"{name}: {100 * own:.1f} %" + ("" if pd.isna(other) else f", published {100 * other:.1f} %")
+        for name, own, other in shares
+    )
+    figure.alt = "Share of its own roof that each measured expert layer reaches: " + "; ".join(words) + "."
+    return figure

@@ -118,3 +118,28 @@ def _named(frame: pd.DataFrame, **columns: str) -> pd.DataFrame:
 
 def _counts(formats: Mapping[Any, str]) -> dict[str, str]:
     return {"imbalance": "g", "F": ",d", **formats}
+
+
+def table_layers(table: pd.DataFrame) -> Table:
+    """Return one rank's work: pmlkit's rate and share of its roof, the best rival, the published busiest rank."""
+    titles = {
+        "mode": "mode", "precision": "precision", "experts": "experts", "width": "F", "rows": "rows", "pipeline": "pipeline",
+        "math": "math path", "status": "status", "ms": "ms", "tflops": "TFLOP/s", "roof": "roof", "share": "of the roof",
+        "rival": "best rival", "lead": "rate / rival's", "published_pipeline": "published", "published_tflops": "its TFLOP/s",
+        "published_share": "of its peak",
+    }  # fmt: skip
+    shown = table[list(titles)].rename(columns=titles)
+    formats = {"F": ",d", "rows": ",d", "ms": ".3f", "TFLOP/s": ",.0f", "of the roof": ".1%", "rate / rival's": ".3f"}
+    formats |= {"its TFLOP/s": ",.0f", "of its peak": ".1%"}
+    return Table(shown, "layers", "One rank's expert work, no communication, beside GB300's busiest rank", formats, ("status",))
+
+
+def table_layer_answers(layers: pd.DataFrame) -> Table:
+    """Return how right every arm's answer was, whether its replayed graph gave the very same, and what forward keeps."""
+    titles = {
+        "mode": "mode", "precision": "precision", "experts": "experts", "width": "F", "rows": "rows", "arm": "arm",
+        "status": "status", "error": "error", "limit": "limit", "graph": "graph accepted", "saved_mib": "saved, MiB",
+    }  # fmt: skip
+    shown = layers[list(titles)].rename(columns=titles)
+    formats = {"F": ",d", "rows": ",d", "error": ".2e", "limit": ".2e", "saved, MiB": ",.1f"}
+    return Table(shown, "layer-answers", "Answers: distance from float64 over its norm, worst process", formats, ("status",))
