@@ -94,11 +94,11 @@ def verdict_layers(runs: Sequence[RunData], table: pd.DataFrame) -> Html:
         return verdict("No run is named: measure one with `python -m pmlkit run moe-one-gpu` and pass -p runs=ID.")
     sentences = []
     for (mode, precision), part in table.dropna(subset=["tflops"]).groupby(["mode", "precision"], sort=False):
-        words = f"{precision} {mode}: {part['tflops'].min():,.0f} to {part['tflops'].max():,.0f} TFLOP/s"
+        words = f"{precision} {mode}: {_range(part['tflops'])} TFLOP/s"
         if part["share"].notna().any():
-            words += f", {_percents(part['share'])} of the {part['gpu'].iloc[0]}'s {part['roof'].iloc[0]} peak"
+            words += f", {_range(100 * part['share'])} % of the {part['gpu'].iloc[0]}'s {part['roof'].iloc[0]} peak"
         if part["published_share"].notna().any():
-            words += f"; the published busiest rank of the same work {_percents(part['published_share'])} of GB300's"
+            words += f"; the published busiest rank of the same work {_range(100 * part['published_share'])} % of GB300's"
         sentences.append(words + ".")
     for run in runs:
         for arm in run.candidates:
@@ -127,5 +127,7 @@ def _mib(size: int | None) -> float | None:
     return None if size is None else size / 2**20
 
 
-def _percents(shares: pd.Series) -> str:
-    return f"{100 * shares.min():.0f} to {100 * shares.max():.0f} %"
+def _range(values: pd.Series) -> str:
+    """Return `a to b` in whole numbers, or the one number that both round to."""
+    low, high = f"{values.min():,.0f}", f"{values.max():,.0f}"
+    return low if low == high else f"{low} to {high}"
