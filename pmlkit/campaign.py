@@ -8,7 +8,7 @@ import msgspec
 from pmlkit.case import Case
 from pmlkit.errors import PmlkitError, nearest
 from pmlkit.protocol import PROTOCOLS, Protocol
-from pmlkit.registry import LOSSES, Subject, subject
+from pmlkit.registry import ATTEMPTS, LOSSES, Subject, subject
 
 SENTINEL = "sentinel"  # the arm of the processes that watch for drift; no campaign may use it
 
@@ -227,6 +227,21 @@ CAMPAIGNS = {
             baseline="pml",
             protocol=PROTOCOLS["pmlkit-capacity"],
             sentinel=None,
+        ),
+        msgspec.structs.replace(
+            _FUSED,
+            name="loss-attempts",
+            question="What other ways to launch and to tile reach, where a target of the losses is missed.",
+            cases=(*(case for case in _PAGE_CASES if case.shape["N"] <= 512), loss_case("proxy_anchor", 32768, "bf16")),
+            arms={
+                "fused": _ALONE,
+                "fused-again": _ALONE,
+                "floor": msgspec.structs.replace(subject("floor"), process=""),
+                "fused-graph": msgspec.structs.replace(subject("pmlkit-graph"), process=""),
+                **{name: subject(f"attempt-{name}") for name in ATTEMPTS},
+            },
+            baseline="fused",
+            protocol=msgspec.structs.replace(PROTOCOLS["pmlkit-five"], name="pmlkit-lasting", lasting=True),
         ),
         _ONE_GPU,
         msgspec.structs.replace(

@@ -96,6 +96,16 @@ def _layer(key: str, name: str, bind: str, precision: str, math: Math = "plain",
     )  # fmt: skip
 
 
+def _attempt(name: str) -> Subject:
+    """Return a subject of another way that was tried with the fused losses; each in a process of its own."""
+    return Subject(
+        key=f"attempt-{name}", name=f"pmlkit-attempt-{name}", version=__version__, ops=LOSSES, precisions=("fp32", "bf16"),
+        bind=f"pmlkit.losses.attempts:bind_{name.replace('-', '_')}",
+    )  # fmt: skip
+
+
+ATTEMPTS = ("operator", "compiled", "taller", "fewer-programs", "more-warps")
+
 SUBJECTS = {
     subject.key: subject
     for subject in (
@@ -172,6 +182,7 @@ SUBJECTS = {
             imports=("torch._inductor.compile_fx",),
             process="compiled",
         ),
+        *map(_attempt, ATTEMPTS),
         _layer("moe-bf16", "pmlkit-layer", "pmlkit.bench.layer:bind_standard", "bf16", pipeline="standard"),
         _layer("moe-mxfp8", "pmlkit-layer", "pmlkit.bench.layer:bind_staged", "mxfp8", pipeline="staged", math="folded-fp8"),
         _layer("moe-nvfp4", "pmlkit-layer", "pmlkit.bench.layer:bind_staged", "nvfp4", pipeline="staged", math="decode-bf16"),
