@@ -31,25 +31,27 @@ def down_tile(block: int) -> Tile:
 
 
 def project_up(
-    rows_RD: Tensor, x_scale_T: Tensor, w13: Folded, routing: Routing, activation: SwiGLU, promote: bool
-) -> tuple[MXFP8, Tensor]:
-    """Return h2 [R, F] in mxfp8 and the largest scale code of each row, int32, of rows [R, D] and weights [E, 2F, D].
+    rows_RD: Tensor, x_scale_T: Tensor, w13: Folded, routing: Routing, activation: SwiGLU, promote: bool, keep: bool = False
+) -> tuple[MXFP8, Tensor, Tensor | None]:
+    """Return h2 [R, F] in mxfp8, the largest scale code of each row, int32, and h1 [R, 2F] in bf16 if it is to be kept.
 
-    rows_RD: folded values of each row's token; x_scale_T: scale of each token. h1 is rounded to bf16 before the activation;
-    h2 is quantised from float32.
+    rows_RD: [R, D] folded values of each row's token; x_scale_T: scale of each token; w13: [E, 2F, D]. h1 is rounded to
+    bf16 before the activation; h2 is quantised from float32.
     """
     rows, width = rows_RD.shape
     F, t = w13.values.shape[1] // 2, up_tile(routing.tile)
     h2, codes = rows_RD.new_empty(rows, F), routing.count.new_empty(rows, F // MXFP8_BLOCK, dtype=torch.uint8)
     top_R = torch.zeros(rows, dtype=torch.int32, device=h2.device)
+    h1 = torch.empty(rows, 2 * F, dtype=torch.bfloat16, device=h2.device) if keep else None
     by_half = w13.values.view(len(w13.values), 2, F, width)
     launch(
         _up_kernel, (processors(h2),),
-        described(rows_RD, [t.BM, t.BK]), described(by_half, [1, 2, t.BN, t.BK]), x_scale_T, w13.scale, h2, codes, top_R,
+        described(rows_RD, [t.BM, t.BK]), described(by_half, [1, 2, t.BN, t.BK]), x_scale_T, w13.scale,
+        codes if h1 is None else h1, h2, codes, top_R,
         routing.source_R, routing.blocks_B8, routing.count, F, width, *activation.numbers,
-        activation.limit is not None, promote, t.BM, t.BN, t.BK, **t.options,
+        activation.limit is not None, promote, keep, t.BM, t.BN, t.BK, **t.options,
     )  # fmt: skip
-    return MXFP8(h2, codes), top_R
+    return MXFP8(h2, codes), top_R, h1
 
 
 def fold_rows(h2: MXFP8, top_R: Tensor, routing: Routing, lost: Tensor) -> Folded:
@@ -76,8 +78,9 @@ def project(h2: Folded, w2: Folded, routing: Routing, promote: bool) -> Tensor:
 
 @triton.jit
 def _up_kernel(
-    x, w, x_scale_ptr, w_scale_ptr, h2_ptr, codes_ptr, top_ptr, source_ptr, blocks_ptr, count_ptr, F, D, alpha, limit,
-    CLAMPED: tl.constexpr, PROMOTE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, w, x_scale_ptr, w_scale_ptr, h1_ptr, h2_ptr, codes_ptr, top_ptr, source_ptr, blocks_ptr, count_ptr, F, D, alpha, limit,
+    CLAMPED: tl.constexpr, PROMOTE: tl.constexpr, KEEP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(F, BN)
     for tile in tl.range(tl.program_id(0), tl.load(count_ptr) * columns, tl.num_programs(0), flatten=True):
@@ -94,11 +97,15 @@ def _up_kernel(
         gate, up = halves(sums)
         gate *= x_scale * tl.load(place, mask=at < F, other=0.0)[None, :]
         up *= x_scale * tl.load(place + F, mask=at < F, other=0.0)[None, :]
-        gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
-        h2 = swiglu(gate, up, alpha, limit, CLAMPED).reshape(BM, BN // 32, 32)
+        gate, up = gate.to(tl.bfloat16), up.to(tl.bfloat16)
+        mask = there[:, None] & (at < F)[None, :]
+        if KEEP:
+            place = h1_ptr + rows[:, None].to(tl.int64) * (2 * F) + at[None, :]
+            tl.store(place, gate, mask=mask)
+            tl.store(place + F, up, mask=mask)
+        h2 = swiglu(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED).reshape(BM, BN // 32, 32)
         codes = e8m0_codes(tl.max(magnitude_bits(h2), 2))
         values = to_e4m3(h2 * power(tl.maximum(127 - codes, -126))[:, :, None], (codes == 255)[:, :, None])
-        mask = there[:, None] & (at < F)[None, :]
         tl.store(h2_ptr + rows[:, None].to(tl.int64) * F + at[None, :], values.reshape(BM, BN), mask=mask)
         block = column * (BN // 32) + tl.arange(0, BN // 32)
         mask = there[:, None] & (block < F // 32)[None, :]

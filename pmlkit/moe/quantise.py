@@ -105,6 +105,16 @@ def to_e4m3(x, bad):
 
 
 @triton.jit
+def folded_blocks(x, codes, top):
+    """Return blocks [B, 32] with these scale codes in E4M3, folded to the scale `top`, and how many values lost digits."""
+    bad, known = (codes == 255)[:, None], tl.where(codes == 255, 0, codes)
+    values = to_e4m3(x * power(tl.maximum(127 - codes, -126))[:, None], bad)
+    exact = values.to(tl.float32) * power(tl.maximum(known - top, -126))[:, None]
+    values = to_e4m3(exact, bad)
+    return values, tl.sum(tl.sum(((values.to(tl.float32) != exact) & (bad == 0)).to(tl.int32), 1), 0)
+
+
+@triton.jit
 def _load_row(x_ptr, table_ptr, count_ptr, row, at, D, GATHER: tl.constexpr):
     if GATHER:
         there = row < tl.load(count_ptr)
@@ -123,17 +133,13 @@ def _mxfp8_kernel(
     at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     x = _load_row(x_ptr, table_ptr, count_ptr, row, at, D, GATHER)
     codes = e8m0_codes(tl.max(magnitude_bits(x), 1))
-    bad = (codes == 255)[:, None]
-    values = to_e4m3(x * power(tl.maximum(127 - codes, -126))[:, None], bad)
     if FOLD:
-        known = tl.where(codes == 255, 0, codes)
-        top = tl.max(known, 0)
-        exact = values.to(tl.float32) * power(tl.maximum(known - top, -126))[:, None]
-        values = to_e4m3(exact, bad)
-        lost = tl.sum(tl.sum(((values.to(tl.float32) != exact) & (bad == 0)).to(tl.int32), 1), 0)
+        top = tl.max(tl.where(codes == 255, 0, codes), 0)
+        values, lost = folded_blocks(x, codes, top)  # pyright: ignore[reportGeneralTypeIssues]
         tl.store(scale_ptr + row, power(top - 127))
         tl.atomic_add(lost_ptr, lost, mask=lost > 0, sem="relaxed")
     else:
+        values = to_e4m3(x * power(tl.maximum(127 - codes, -126))[:, None], (codes == 255)[:, None])
         tl.store(codes_ptr + row * (D // 32) + block, codes.to(tl.uint8), mask=block < D // 32)
     tl.store(values_ptr + row * D + at, values, mask=at < D)
 

@@ -28,7 +28,7 @@ def _mxfp8(x_TD: Tensor, w13: Folded, w2: Folded, routing: Routing, activation: 
     lost = routing.status[LOST.value :]
     x = quantise_folded(x_TD, lost=lost)
     rows_RD = gather(x.values.view(torch.bfloat16), routing).view(torch.float8_e4m3fn)
-    h2, top_R = folded.project_up(rows_RD, x.scale, w13, routing, activation, promote)
+    h2, top_R, _ = folded.project_up(rows_RD, x.scale, w13, routing, activation, promote)
     return folded.project(folded.fold_rows(h2, top_R, routing, lost), w2, routing, promote)
 
 
