@@ -120,10 +120,12 @@ def _forward_cases(precision: str) -> tuple[Case, ...]:
     return tuple(layer_case(precision, "inference", *shape) for shape in shapes)
 
 
-_TRAINING_CASES = (
-    *(layer_case("bf16", "training", *sizes) for sizes in _WIDTHS),
-    *(layer_case("bf16", "training", experts, 3072, 2048 * hot) for experts in (12, 6) for hot in (4, 8)),
-)
+def _training_cases(precision: str) -> tuple[Case, ...]:
+    """Return the balanced rank at EP 8 to 64, and the hottest at imbalance 4 and 8 where the published report has it."""
+    hot = [(experts, 3072, 2048 * times) for experts in (12, 6) for times in (4, 8)]
+    shapes = [*((*sizes, 2048) for sizes in _WIDTHS), *hot]
+    return tuple(layer_case(precision, "training", *shape) for shape in shapes)
+
 
 _CPU = Campaign(
     name="losses-cpu",
@@ -248,7 +250,7 @@ CAMPAIGNS = {
             _ONE_GPU,
             name="moe-one-gpu-training",
             question="One rank's expert work in bf16, forward and backward, without communication.",
-            cases=_TRAINING_CASES,
+            cases=_training_cases("bf16"),
         ),
         msgspec.structs.replace(
             _ONE_GPU,
@@ -260,6 +262,18 @@ CAMPAIGNS = {
                 "staged-again": subject("moe-mxfp8"),
                 "torch": subject("torch-fp8"),
                 "torch-slow": subject("torch-fp8-slow"),
+            },
+            baseline="staged",
+        ),
+        msgspec.structs.replace(
+            _ONE_GPU,
+            name="moe-one-gpu-mxfp8-training",
+            question="Forward and backward in mxfp8: with weights quantised in every step, and with those of the step before.",
+            cases=_training_cases("mxfp8"),
+            arms={
+                "staged": subject("moe-mxfp8"),
+                "staged-again": subject("moe-mxfp8"),
+                "kept": subject("moe-mxfp8-kept"),
             },
             baseline="staged",
         ),

@@ -2,7 +2,8 @@
 
 import torch
 
-from pmlkit.moe import staged, standard
+from pmlkit.moe import staged, standard, trained
+from pmlkit.moe.both_ways import both_ways
 from pmlkit.moe.operators import rows_of_block
 from pmlkit.moe.prepare import prepare_weights
 from pmlkit.moe.routing import route
@@ -22,3 +23,8 @@ def everything(routes: int, experts: int = 6, width: int = 7168, inner: int = 30
             staged.forward(x_TD, scores, prepare_weights(w13, w2), routing, activation)
             staged.forward(x_TD, scores, prepare_weights(w13, w2), routing, activation, promote=True)
             staged.forward(x_TD, scores, prepare_weights(w13, w2, "nvfp4"), routing, activation)
+            for promote in (False, True):
+                both = both_ways(w13), both_ways(w2)
+                out, h1 = trained.forward(x_TD, scores, *both, routing, activation, promote, keep=True)
+                assert h1 is not None
+                trained.backward(out, x_TD, scores, *both, h1, routing, activation, promote)

@@ -1,14 +1,17 @@
 """Layers as subjects: inputs, gate and binders, on a processor and in Triton's interpreter."""
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 import torch
 
 from pmlkit.bench.check_layer import check_layer, distance
-from pmlkit.bench.layer import BoundLayer, bind_staged, bind_standard, bound_layer, make_layer_inputs
+from pmlkit.bench.layer import BoundLayer, LayerInputs, bind_kept, bind_staged, bind_standard, bound_layer, make_layer_inputs
 from pmlkit.bench.peers_layer import bind_grouped, bind_scaled
 from pmlkit.case import Case
 from pmlkit.errors import PmlkitError
+from pmlkit.losses.bind import Bound
 from pmlkit.moe.reference import exact, reference
 
 pytestmark = [
@@ -62,6 +65,19 @@ def test_the_staged_layer_passes_as_its_format_does(precision: str) -> None:
     assert check.passed and check.rms_rel is not None
     assert check.limit / 1.1 < check.rms_rel and {"mxfp8": 0.02, "nvfp4": 0.1}[precision] < check.limit < 0.4
     assert f"exact {precision}" in check.reference
+
+
+@pytest.mark.parametrize("bind", [bind_staged, bind_kept])
+def test_mxfp8_training_passes_as_its_format_does(bind: Callable[[Case, LayerInputs], Bound]) -> None:
+    """Output and all gradients; what is kept beside inputs and quantised weights is h1 and the routing tables."""
+    case = msgspec.structs.replace(CASE, precision="mxfp8")
+    inputs = make_layer_inputs(case)
+    bound = bind(case, inputs)
+    assert isinstance(bound, BoundLayer)
+    check = check_layer(case, inputs, bound)
+    assert check.passed and check.rms_rel is not None and check.limit / 1.1 < check.rms_rel
+    weights, h1 = 2 * 5 * 3 * 64 * 32, 52 * 2 * 32 * 2
+    assert bound.saved_bytes is not None and h1 + weights < bound.saved_bytes < h1 + 1.2 * weights + 2048
 
 
 def test_what_no_pipeline_computes() -> None:

@@ -10,7 +10,8 @@ from pmlkit.bench.layer import BoundLayer, make_layer_inputs
 from pmlkit.campaign import layer_case
 from pmlkit.case import Case
 from pmlkit.moe import formats, quantise
-from pmlkit.moe.experts import ExpertsConfig, routed_experts
+from pmlkit.moe.config import ExpertsConfig
+from pmlkit.moe.experts import routed_experts
 from pmlkit.moe.inference import prepared_experts
 from pmlkit.moe.prepare import Format, prepare_weights
 from pmlkit.moe.reference import exact, reference, reference_backward, to_mxfp8, to_nvfp4

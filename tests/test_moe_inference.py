@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pmlkit.errors import PmlkitError
-from pmlkit.moe.experts import ExpertsConfig
+from pmlkit.moe.config import ExpertsConfig
 from pmlkit.moe.inference import prepared_experts
 from pmlkit.moe.prepare import Format, prepare_weights
 from pmlkit.moe.reference import reference

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from pmlkit.errors import PmlkitError
-from pmlkit.moe.experts import ExpertsConfig, routed_experts
+from pmlkit.moe.config import ExpertsConfig
+from pmlkit.moe.experts import routed_experts
 from pmlkit.moe.reference import exact, reference, reference_backward
 from pmlkit.moe.routing import check_status
 from pmlkit.moe.swiglu import SwiGLU

@@ -7,7 +7,16 @@ from torch import Tensor
 
 from pmlkit.bench.layer import BoundLayer, LayerInputs
 from pmlkit.case import Case
-from pmlkit.moe.reference import exact, reference, reference_backward, to_mxfp8, to_nvfp4
+from pmlkit.moe.reference import (
+    Rounding,
+    exact,
+    reference,
+    reference_backward,
+    to_bf16,
+    to_mxfp8,
+    to_nvfp4,
+    to_trained_mxfp8,
+)
 from pmlkit.precision import precision
 from pmlkit.record import Check
 
@@ -25,16 +34,13 @@ def check_layer(case: Case, inputs: LayerInputs, bound: BoundLayer) -> Check:
     with torch.enable_grad():
         out = bound.pair().detach()
     got = [out, *(torch.full_like(leaf, torch.nan) if leaf.grad is None else leaf.grad for leaf in inputs.leaves)]
-    plain = (inputs.x, inputs.ids, inputs.scores, inputs.w13, inputs.w2)
-    wanted = [reference(*plain, rounded=exact)]
+    wanted = _answers(inputs, exact)
     limit, against = precision(case.precision).tolerance, "float64 on the same bf16 inputs"
     if case.precision in _FORMATS:
-        own = distance(reference(*plain, operands=_FORMATS[case.precision]), wanted[0])[0]
+        operands = to_trained_mxfp8 if inputs.grad is not None else _FORMATS[case.precision]
+        own = max(distance(value, true)[0] for value, true in zip(_answers(inputs, to_bf16, operands), wanted, strict=True))
         limit = bound.slack * own
         against += f", from which exact {case.precision} is {own:.3e} away"
-    if inputs.grad is not None:
-        found = reference_backward(inputs.grad, *plain, rounded=exact)
-        wanted += [value for value in (found.x_TD, found.scores_TK, found.w13, found.w2) if value is not None]
     errors = [distance(ours, value) for ours, value in zip(got, wanted, strict=True)]
     same = all(map(torch.equal, bound.eager, got)) if bound.eager else None
     check = Check(max_rel=None, rms_rel=None, worst_row=None, reference=against, limit=limit, graph_accepted=same)
@@ -42,6 +48,16 @@ def check_layer(case: Case, inputs: LayerInputs, bound: BoundLayer) -> Check:
         check.rms_rel = max(error for error, _, _ in errors)
         _, check.max_rel, check.worst_row = max(errors, key=lambda error: error[1])
     return check
+
+
+def _answers(inputs: LayerInputs, rounded: Rounding, operands: Rounding | None = None) -> list[Tensor]:
+    """Return the output in float64 and, in training, the gradients in the order of the leaves."""
+    plain = (inputs.x, inputs.ids, inputs.scores, inputs.w13, inputs.w2)
+    answers = [reference(*plain, rounded=rounded, operands=operands)]
+    if inputs.grad is not None:
+        found = reference_backward(inputs.grad, *plain, rounded=rounded, operands=operands)
+        answers += [value for value in (found.x_TD, found.scores_TK, found.w13, found.w2) if value is not None]
+    return answers
 
 
 def distance(value: Tensor, wanted: Tensor) -> tuple[float, float, int]:

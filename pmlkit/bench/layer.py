@@ -9,6 +9,8 @@ from torch import Tensor
 from pmlkit.case import Case
 from pmlkit.errors import PmlkitError
 from pmlkit.losses.bind import Bound, captured
+from pmlkit.moe.both_ways import BothWays, both_ways
+from pmlkit.moe.config import TRAINED, ExpertsConfig
 from pmlkit.moe.experts import INTERPRETED, routed_experts
 from pmlkit.moe.inference import prepared_experts
 from pmlkit.moe.prepare import MATH, prepare_weights
@@ -91,15 +93,33 @@ def bind_standard(case: Case, inputs: LayerInputs) -> Bound:
 
 
 def bind_staged(case: Case, inputs: LayerInputs) -> Bound:
-    """Return pmlkit's block-scaled layer with weights prepared beforehand.
+    """Return pmlkit's block-scaled layer: for inference with weights prepared beforehand, in training made anew each time.
 
-    Raises NotImplementedError for bf16 and for training.
+    Raises NotImplementedError for bf16, and for training in nvfp4.
     """
-    if case.precision not in MATH or case.mode == "training":
+    if case.precision not in MATH or (case.mode == "training" and case.precision not in TRAINED):
         raise NotImplementedError(f"no staged pipeline for {case.mode} in {case.precision}")
     _need_kernels(inputs)
+    if case.mode == "training":
+        return _trained(inputs)
     weights = prepare_weights(inputs.w13, inputs.w2, case.precision)  # pyright: ignore[reportArgumentType]
     return bound_layer(lambda: prepared_experts(inputs.x, inputs.ids, inputs.scores, weights), inputs)
+
+
+def bind_kept(case: Case, inputs: LayerInputs) -> Bound:
+    """Return the mxfp8 layer in training with weights quantised beforehand: what a step costs where they did not change.
+
+    Raises NotImplementedError for another format and for inference.
+    """
+    if (case.precision, case.mode) != ("mxfp8", "training"):
+        raise NotImplementedError(f"weights are kept quantised in mxfp8 training only, not for {case.mode} in {case.precision}")
+    _need_kernels(inputs)
+    return _trained(inputs, (both_ways(inputs.w13.detach()), both_ways(inputs.w2.detach())))
+
+
+def _trained(inputs: LayerInputs, quantised: tuple[BothWays, BothWays] | None = None) -> Bound:
+    config, given = ExpertsConfig(format="mxfp8"), (inputs.x, inputs.ids, inputs.scores, inputs.w13, inputs.w2)
+    return bound_layer(lambda: routed_experts(*given, config, quantised=quantised), inputs)
 
 
 def bound_layer(forward: Callable[[], Tensor], inputs: LayerInputs, slack: float = 1.05) -> Bound:

@@ -26,6 +26,11 @@ class BothWays:
     rows: Folded
     columns: Folded
 
+    @property
+    def storage(self) -> list[Tensor]:
+        """The six tensors, rows first."""
+        return [getattr(way, name) for way in (self.rows, self.columns) for name in way.__dataclass_fields__]
+
 
 def both_ways(weights: Tensor) -> BothWays:
     """Quantise weights [E, N, C] of any float type. Raises PmlkitError for N or C that 32 does not divide."""
@@ -41,11 +46,11 @@ def both_ways(weights: Tensor) -> BothWays:
     made = [
         torch.empty(sizes, dtype=torch.float8_e4m3fn, device=weights.device) for sizes in ((experts, N, C), (experts, C, N))
     ]
-    lost = torch.zeros(2, dtype=torch.int32, device=weights.device)
-    launch(_both_kernel, grid, weights, codes, *tops, *made, lost, N, C, _SIDE, num_warps=4)
+    lost = [torch.zeros(1, dtype=torch.int32, device=weights.device) for _ in range(2)]
+    launch(_both_kernel, grid, weights, codes, *tops, *made, *lost, N, C, _SIDE, num_warps=4)
     scales = [top.int().repeat_interleave(MXFP8_BLOCK, 1) for top in tops]
     folded = [
-        Folded(values, torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale - 127), lost[way : way + 1])
+        Folded(values, torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale - 127), lost[way])
         for way, (values, scale) in enumerate(zip(made, scales, strict=True))
     ]
     return BothWays(*folded)
@@ -71,7 +76,8 @@ def _codes_kernel(w_ptr, codes_ptr, N, C, SIDE: tl.constexpr):
 
 @triton.jit
 def _both_kernel(
-    w_ptr, codes_ptr, row_top_ptr, column_top_ptr, rows_ptr, columns_ptr, lost_ptr, N, C, SIDE: tl.constexpr
+    w_ptr, codes_ptr, row_top_ptr, column_top_ptr, rows_ptr, columns_ptr, lost_ptr, lost_columns_ptr, N, C,
+    SIDE: tl.constexpr
 ):  # fmt: skip
     expert = tl.program_id(2)
     n, c = tl.program_id(0) * SIDE + tl.arange(0, SIDE), tl.program_id(1) * SIDE + tl.arange(0, SIDE)
@@ -94,4 +100,4 @@ def _both_kernel(
     place = (expert.to(tl.int64) * C + c[:, None]) * N + n[None, :]
     tl.store(columns_ptr + place, folded.T, mask=there.T)
     lost = tl.sum(tl.sum(((folded.to(tl.float32) != exact) & (bad == 0)).to(tl.int32), 1), 0)
-    tl.atomic_add(lost_ptr + 1, lost, mask=lost > 0, sem="relaxed")
+    tl.atomic_add(lost_columns_ptr, lost, mask=lost > 0, sem="relaxed")

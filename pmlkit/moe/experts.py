@@ -1,47 +1,22 @@
 """The expert layer of one rank as its users call it: checks and autograd. Nothing waits for the device."""
 
 import os
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pmlkit.errors import PmlkitError
+from pmlkit.moe.both_ways import BothWays
+from pmlkit.moe.config import ExpertsConfig
 from pmlkit.moe.operators import experts, experts_backward
 from pmlkit.moe.reference import exact, reference
 from pmlkit.moe.routing import STATUS_WORDS
-from pmlkit.moe.swiglu import SwiGLU
+from pmlkit.moe.trained_experts import trained_experts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then the kernels run on tensors of a processor, for tests
 _ALIGNED = 8  # values of 16 bytes: the least that a tensor-memory-access descriptor steps by
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """How a layer is computed.
-
-    activation: plain SwiGLU, or clamped. capacity: rows there is room for, None for all T·K; later routes are dropped and
-    counted. grad_dtype: of the weights' gradients, bfloat16 or float32. promote: whether a tensor core's fp8 sum, of about
-    14 digits, is added to a float32 one after every 128 products instead of once.
-    Raises PmlkitError for a value that no layer can have.
-    """
-
-    activation: SwiGLU = field(default_factory=SwiGLU)
-    capacity: int | None = None
-    grad_dtype: torch.dtype = torch.bfloat16
-    promote: bool = False
-
-    def __post_init__(self) -> None:
-        if self.grad_dtype not in (torch.bfloat16, torch.float32):
-            raise PmlkitError(f"ExpertsConfig grad_dtype={self.grad_dtype}: use torch.bfloat16 or torch.float32")
-        if self.capacity is not None and self.capacity < 0:
-            raise PmlkitError(f"ExpertsConfig capacity={self.capacity}: rows there is room for, 0 or more; None for all")
-
-    @property
-    def numbers(self) -> tuple[float, float, int]:
-        """Limit, alpha and capacity as the operators take them: 0 is no limit, -1 no bound."""
-        return self.activation.limit or 0.0, self.activation.alpha, -1 if self.capacity is None else self.capacity
+_BLOCK = 32  # values that share a scale
 
 
 _PLAIN = ExpertsConfig()  # made here, since `torch.compile` does not follow the making of one
@@ -49,18 +24,20 @@ _PLAIN = ExpertsConfig()  # made here, since `torch.compile` does not follow the
 
 def routed_experts(
     x: Tensor, expert_ids: Tensor, scores: Tensor, w13: Tensor, w2: Tensor, config: ExpertsConfig | None = None,
-    *, weight_grads: tuple[Tensor, Tensor] | None = None, return_status: bool = False,
+    *, weight_grads: tuple[Tensor, Tensor] | None = None, quantised: tuple[BothWays, BothWays] | None = None,
+    return_status: bool = False,
 ) -> Any:  # fmt: skip
     """Return the layer's output [T, D] in bfloat16; with `return_status` also the status word, see `check_status`.
 
     x: [T, D] bfloat16. expert_ids: [T, K] int32 or int64. scores: [T, K], any float type, used in float32. w13: [E, 2F, D]
     bfloat16, gate rows first. w2: [E, D, F] bfloat16. D and F are multiples of 8. Differentiable once in x, scores, w13, w2.
     weight_grads: gradients of w13 and w2, bfloat16 or float32, that backward adds to in place instead of returning some.
+    quantised: in mxfp8, what `both_ways` made of w13 and w2, where they did not change since; else that is done on the way.
     A route whose id is no expert of 0 to E - 1, or that finds no room, adds nothing and is counted in the status word.
     Rows of a processor go to the plain reference in float64. Raises PmlkitError for shapes or types that do not fit.
     """
     config = config or _PLAIN
-    _check(x, expert_ids, scores, w13, w2)
+    _check(x, expert_ids, scores, w13, w2, _BLOCK if config.format == "mxfp8" else _ALIGNED)
     scores = scores.float().contiguous()
     if not (x.is_cuda or INTERPRETED):
         status = torch.zeros(STATUS_WORDS, dtype=torch.int32)
@@ -71,7 +48,10 @@ def routed_experts(
         if gradient is not None and (gradient.shape != weight.shape or not gradient.is_contiguous()):
             raise PmlkitError(f"weight_grads of {name}: need a contiguous {tuple(weight.shape)}, got {tuple(gradient.shape)}")
     given = (x.contiguous(), expert_ids.contiguous(), scores, w13.contiguous(), w2.contiguous())
-    out, status = _Experts.apply(config, into, *given)  # pyright: ignore[reportGeneralTypeIssues]
+    if config.format == "mxfp8":
+        out, status = trained_experts(config, into, quantised, *given)
+    else:
+        out, status = _Experts.apply(config, into, *given)  # pyright: ignore[reportGeneralTypeIssues]
     return (out, status) if return_status else out
 
 
@@ -82,7 +62,7 @@ def check_routes(place: str, x: Tensor, ids: Tensor, scores: Tensor) -> None:
         raise PmlkitError(f"{place}: need x [T, D], expert_ids and scores [T, K], D and K at least 1; got {got}")
 
 
-def _check(x: Tensor, ids: Tensor, scores: Tensor, w13: Tensor, w2: Tensor) -> None:
+def _check(x: Tensor, ids: Tensor, scores: Tensor, w13: Tensor, w2: Tensor, step: int) -> None:
     """Raise PmlkitError for what does not fit together."""
     check_routes("routed_experts", x, ids, scores)
     if (w13.ndim, w2.ndim) != (3, 3) or w13.shape != (w2.shape[0], 2 * w2.shape[2], w2.shape[1]) or w2.shape[1] != x.shape[1]:
@@ -99,8 +79,8 @@ def _check(x: Tensor, ids: Tensor, scores: Tensor, w13: Tensor, w2: Tensor) -> N
         if other:
             raise PmlkitError(f"routed_experts: kernels take bfloat16, got {other}: convert, or use pmlkit.moe.reference")
         D, F = w2.shape[1:]
-        if D % _ALIGNED or F % _ALIGNED:
-            raise PmlkitError(f"routed_experts: D = {D} and F = {F} must be multiples of {_ALIGNED}: pad with zeros")
+        if D % step or F % step:
+            raise PmlkitError(f"routed_experts: D = {D} and F = {F} must be multiples of {step}: pad with zeros")
 
 
 class _Experts(torch.autograd.Function):

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from pmlkit.errors import PmlkitError
 from pmlkit.moe import staged
-from pmlkit.moe.experts import ExpertsConfig, check_routes
+from pmlkit.moe.config import ExpertsConfig
+from pmlkit.moe.experts import check_routes
 from pmlkit.moe.operators import rows_of_block
 from pmlkit.moe.prepare import Prepared, restored
 from pmlkit.moe.routing import STATUS_WORDS, route
@@ -28,8 +29,8 @@ def prepared_experts(
 ) -> Any:  # fmt: skip
     """Return the output [T, D] in bfloat16 of a layer whose weights `prepare_weights` made; else as `routed_experts`.
 
-    x: [T, D] bfloat16 on the weights' device, quantised to their format on the way. Of `config`, the type of gradients
-    does not matter. Raises PmlkitError for shapes or types that do not fit, and for an `x` that wants a gradient.
+    x: [T, D] bfloat16 on the weights' device, quantised to their format on the way. Of `config`, format and type
+    of gradients do not matter. Raises PmlkitError for shapes or types that do not fit, and for an `x` that wants a gradient.
     """
     config = config or _PLAIN
     check_routes("prepared_experts", x, expert_ids, scores)

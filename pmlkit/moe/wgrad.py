@@ -104,7 +104,7 @@ def _folded_kernel(
 def _write(sums, out_ptr, expert, at_m, n, M, N, ADD: tl.constexpr, BN: tl.constexpr):
     """Write or add a tile of an expert's gradient, in two halves of its columns."""
     HALF: tl.constexpr = BN // 2
-    first, second = halves(sums)
+    first, second = halves(sums)  # pyright: ignore[reportGeneralTypeIssues]
     base = out_ptr + expert.to(tl.int64) * M * N + at_m[:, None].to(tl.int64) * N
     for half in tl.static_range(2):
         at = n + half * HALF + tl.arange(0, HALF)
