@@ -53,7 +53,7 @@ def _start(
         _columns_kernel, (experts, -(-width // _COLUMNS)),
         x, grad, scores, routing.source_R, routing.route_R, routing.offsets_E1, values, scale, lost, width, room,
         *activation.numbers, KINDS.index(kind), activation.limit is not None, triton.next_power_of_2(experts), _COLUMNS,
-        num_warps=4,
+        num_warps=8,
     )  # fmt: skip
     return Folded(values, scale, lost)
 
