@@ -260,6 +260,7 @@ CAMPAIGNS = {
             arms={
                 "staged": subject("moe-mxfp8"),
                 "staged-again": subject("moe-mxfp8"),
+                "mega": subject("moe-mxfp8-mega"),
                 "torch": subject("torch-fp8"),
                 "torch-slow": subject("torch-fp8-slow"),
             },

@@ -193,6 +193,7 @@ SUBJECTS = {
             pipeline="staged",
             math="folded-fp8",
         ),
+        _layer("moe-mxfp8-mega", "pmlkit-layer", "pmlkit.bench.layer:bind_mega", "mxfp8", pipeline="mega", math="folded-fp8"),
         _layer("moe-nvfp4", "pmlkit-layer", "pmlkit.bench.layer:bind_staged", "nvfp4", pipeline="staged", math="decode-bf16"),
         _layer("torch-bf16", "torch-grouped-mm", "pmlkit.bench.peers_layer:bind_grouped", "bf16"),
         _layer("torch-fp8", "torch-scaled-grouped-mm", "pmlkit.bench.peers_layer:bind_scaled", "mxfp8"),

@@ -2,8 +2,9 @@
 
 import torch
 
-from pmlkit.moe import staged, standard, trained
+from pmlkit.moe import mega, staged, standard, trained
 from pmlkit.moe.both_ways import both_ways
+from pmlkit.moe.formats import Folded
 from pmlkit.moe.operators import rows_of_block
 from pmlkit.moe.prepare import prepare_weights
 from pmlkit.moe.routing import route
@@ -20,7 +21,11 @@ def everything(routes: int, experts: int = 6, width: int = 7168, inner: int = 30
         for activation in (SwiGLU(), SwiGLU(7.0)):
             out, saved = standard.forward(x_TD, scores, w13, w2, routing, activation, keep=True)
             standard.backward(out, scores, w13, w2, saved, routing, activation)
-            staged.forward(x_TD, scores, prepare_weights(w13, w2), routing, activation)
+            weights = prepare_weights(w13, w2)
+            assert isinstance(weights.w13, Folded) and isinstance(weights.w2, Folded)
+            for promote in (False, True):
+                mega.forward(x_TD, scores, weights.w13, weights.w2, routing, activation, promote)
+            staged.forward(x_TD, scores, weights, routing, activation)
             staged.forward(x_TD, scores, prepare_weights(w13, w2), routing, activation, promote=True)
             staged.forward(x_TD, scores, prepare_weights(w13, w2, "nvfp4"), routing, activation)
             for promote in (False, True):

@@ -10,8 +10,8 @@ from pmlkit.case import Case
 from pmlkit.errors import PmlkitError
 from pmlkit.losses.bind import Bound, captured
 from pmlkit.moe.both_ways import BothWays, both_ways
-from pmlkit.moe.config import TRAINED, ExpertsConfig
-from pmlkit.moe.experts import INTERPRETED, routed_experts
+from pmlkit.moe.config import INTERPRETED, TRAINED, ExpertsConfig
+from pmlkit.moe.experts import routed_experts
 from pmlkit.moe.inference import prepared_experts
 from pmlkit.moe.prepare import MATH, prepare_weights
 
@@ -104,6 +104,18 @@ def bind_staged(case: Case, inputs: LayerInputs) -> Bound:
         return _trained(inputs)
     weights = prepare_weights(inputs.w13, inputs.w2, case.precision)  # pyright: ignore[reportArgumentType]
     return bound_layer(lambda: prepared_experts(inputs.x, inputs.ids, inputs.scores, weights), inputs)
+
+
+def bind_mega(case: Case, inputs: LayerInputs) -> Bound:
+    """Return the mxfp8 layer for inference with both projections in one launch.
+
+    Raises NotImplementedError for another format and for training.
+    """
+    if (case.precision, case.mode) != ("mxfp8", "inference"):
+        raise NotImplementedError(f"the mega pipeline computes mxfp8 inference, not {case.mode} in {case.precision}")
+    _need_kernels(inputs)
+    weights, config = prepare_weights(inputs.w13, inputs.w2, "mxfp8"), ExpertsConfig(pipeline="mega")
+    return bound_layer(lambda: prepared_experts(inputs.x, inputs.ids, inputs.scores, weights, config), inputs)
 
 
 def bind_kept(case: Case, inputs: LayerInputs) -> Bound:

@@ -1,6 +1,5 @@
 """The expert layer of one rank as its users call it: checks and autograd. Nothing waits for the device."""
 
-import os
 from typing import Any
 
 import torch
@@ -8,13 +7,12 @@ from torch import Tensor
 
 from pmlkit.errors import PmlkitError
 from pmlkit.moe.both_ways import BothWays
-from pmlkit.moe.config import ExpertsConfig
+from pmlkit.moe.config import INTERPRETED, ExpertsConfig
 from pmlkit.moe.operators import experts, experts_backward
 from pmlkit.moe.reference import exact, reference
 from pmlkit.moe.routing import STATUS_WORDS
 from pmlkit.moe.trained_experts import trained_experts
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then the kernels run on tensors of a processor, for tests
 _ALIGNED = 8  # values of 16 bytes: the least that a tensor-memory-access descriptor steps by
 _BLOCK = 32  # values that share a scale
 

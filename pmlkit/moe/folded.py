@@ -77,6 +77,64 @@ def project(h2: Folded, w2: Folded, routing: Routing, promote: bool) -> Tensor:
 
 
 @triton.jit
+def up_tile_of(
+    x, w, x_scale_ptr, w_scale_ptr, h1_ptr, h2_ptr, codes_ptr, top_ptr, source_ptr,
+    expert, row, end, column, F, D, alpha, limit,
+    CLAMPED: tl.constexpr, PROMOTE: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of h2 in mxfp8 with its scale codes, raise its rows' largest codes, and keep h1 where wanted."""
+    sums = tl.zeros([BM, 2 * BN], tl.float32)
+    for k in range(0, D, BK):
+        weights = w.load([expert, 0, column * BN, k]).reshape(2 * BN, BK)
+        sums = tl.dot(x.load([row, k]), weights.T, sums, max_num_imprecise_acc=BK if PROMOTE else None)
+    rows, at = row + tl.arange(0, BM), column * BN + tl.arange(0, BN)
+    there = rows < end
+    source = tl.load(source_ptr + rows, mask=there, other=0)
+    x_scale = tl.load(x_scale_ptr + source, mask=there, other=0.0)[:, None]
+    place = w_scale_ptr + expert * 2 * F + at
+    gate, up = halves(sums)  # pyright: ignore[reportGeneralTypeIssues]
+    gate *= x_scale * tl.load(place, mask=at < F, other=0.0)[None, :]
+    up *= x_scale * tl.load(place + F, mask=at < F, other=0.0)[None, :]
+    gate, up = gate.to(tl.bfloat16), up.to(tl.bfloat16)
+    mask = there[:, None] & (at < F)[None, :]
+    if KEEP:
+        place = h1_ptr + rows[:, None].to(tl.int64) * (2 * F) + at[None, :]
+        tl.store(place, gate, mask=mask)
+        tl.store(place + F, up, mask=mask)
+    h2 = swiglu(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED).reshape(BM, BN // 32, 32)
+    codes = e8m0_codes(tl.max(magnitude_bits(h2), 2))
+    values = to_e4m3(h2 * power(tl.maximum(127 - codes, -126))[:, :, None], (codes == 255)[:, :, None])
+    tl.store(h2_ptr + rows[:, None].to(tl.int64) * F + at[None, :], values.reshape(BM, BN), mask=mask)
+    block = column * (BN // 32) + tl.arange(0, BN // 32)
+    mask = there[:, None] & (block < F // 32)[None, :]
+    tl.store(codes_ptr + rows[:, None].to(tl.int64) * (F // 32) + block[None, :], codes.to(tl.uint8), mask=mask)
+    top = tl.max(tl.where(mask & (codes < 255), codes, 0), 1)
+    tl.atomic_max(top_ptr + rows, top, mask=there, sem="relaxed")
+
+
+@triton.jit
+def product_tile_of(
+    a, w, a_scale_ptr, w_scale_ptr, out_ptr, expert, row, end, column, N, C,
+    PROMOTE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of rows times weights in bf16."""
+    sums = tl.zeros([BM, BN], tl.float32)
+    for k in range(0, C, BK):
+        weights = w.load([expert, column * BN, k]).reshape(BN, BK)
+        sums = tl.dot(a.load([row, k]), weights.T, sums, max_num_imprecise_acc=BK if PROMOTE else None)
+    rows = row + tl.arange(0, BM)
+    a_scale = tl.load(a_scale_ptr + rows, mask=rows < end, other=0.0)[:, None]
+    HALF: tl.constexpr = BN // 2
+    left, right = halves(sums)  # pyright: ignore[reportGeneralTypeIssues]
+    for half in tl.static_range(2):
+        at = column * BN + half * HALF + tl.arange(0, HALF)
+        mask = (rows < end)[:, None] & (at < N)[None, :]
+        scale = a_scale * tl.load(w_scale_ptr + expert * N + at, mask=at < N, other=0.0)[None, :]
+        value = ((left if half == 0 else right) * scale).to(tl.bfloat16)
+        tl.store(out_ptr + rows[:, None].to(tl.int64) * N + at[None, :], value, mask=mask)
+
+
+@triton.jit
 def _up_kernel(
     x, w, x_scale_ptr, w_scale_ptr, h1_ptr, h2_ptr, codes_ptr, top_ptr, source_ptr, blocks_ptr, count_ptr, F, D, alpha, limit,
     CLAMPED: tl.constexpr, PROMOTE: tl.constexpr, KEEP: tl.constexpr,
@@ -85,33 +143,10 @@ def _up_kernel(
     columns = tl.cdiv(F, BN)
     for tile in tl.range(tl.program_id(0), tl.load(count_ptr) * columns, tl.num_programs(0), flatten=True):
         expert, row, end, column = tile_of(tile, columns, blocks_ptr)  # pyright: ignore[reportGeneralTypeIssues]
-        sums = tl.zeros([BM, 2 * BN], tl.float32)
-        for k in range(0, D, BK):
-            weights = w.load([expert, 0, column * BN, k]).reshape(2 * BN, BK)
-            sums = tl.dot(x.load([row, k]), weights.T, sums, max_num_imprecise_acc=BK if PROMOTE else None)
-        rows, at = row + tl.arange(0, BM), column * BN + tl.arange(0, BN)
-        there = rows < end
-        source = tl.load(source_ptr + rows, mask=there, other=0)
-        x_scale = tl.load(x_scale_ptr + source, mask=there, other=0.0)[:, None]
-        place = w_scale_ptr + expert * 2 * F + at
-        gate, up = halves(sums)
-        gate *= x_scale * tl.load(place, mask=at < F, other=0.0)[None, :]
-        up *= x_scale * tl.load(place + F, mask=at < F, other=0.0)[None, :]
-        gate, up = gate.to(tl.bfloat16), up.to(tl.bfloat16)
-        mask = there[:, None] & (at < F)[None, :]
-        if KEEP:
-            place = h1_ptr + rows[:, None].to(tl.int64) * (2 * F) + at[None, :]
-            tl.store(place, gate, mask=mask)
-            tl.store(place + F, up, mask=mask)
-        h2 = swiglu(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED).reshape(BM, BN // 32, 32)
-        codes = e8m0_codes(tl.max(magnitude_bits(h2), 2))
-        values = to_e4m3(h2 * power(tl.maximum(127 - codes, -126))[:, :, None], (codes == 255)[:, :, None])
-        tl.store(h2_ptr + rows[:, None].to(tl.int64) * F + at[None, :], values.reshape(BM, BN), mask=mask)
-        block = column * (BN // 32) + tl.arange(0, BN // 32)
-        mask = there[:, None] & (block < F // 32)[None, :]
-        tl.store(codes_ptr + rows[:, None].to(tl.int64) * (F // 32) + block[None, :], codes.to(tl.uint8), mask=mask)
-        top = tl.max(tl.where(mask & (codes < 255), codes, 0), 1)
-        tl.atomic_max(top_ptr + rows, top, mask=there, sem="relaxed")
+        up_tile_of(
+            x, w, x_scale_ptr, w_scale_ptr, h1_ptr, h2_ptr, codes_ptr, top_ptr, source_ptr, expert, row, end, column,
+            F, D, alpha, limit, CLAMPED, PROMOTE, KEEP, BM, BN, BK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -139,17 +174,4 @@ def _product_kernel(
     columns = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tl.load(count_ptr) * columns, tl.num_programs(0), flatten=True):
         expert, row, end, column = tile_of(tile, columns, blocks_ptr)  # pyright: ignore[reportGeneralTypeIssues]
-        sums = tl.zeros([BM, BN], tl.float32)
-        for k in range(0, C, BK):
-            weights = w.load([expert, column * BN, k]).reshape(BN, BK)
-            sums = tl.dot(a.load([row, k]), weights.T, sums, max_num_imprecise_acc=BK if PROMOTE else None)
-        rows = row + tl.arange(0, BM)
-        a_scale = tl.load(a_scale_ptr + rows, mask=rows < end, other=0.0)[:, None]
-        HALF: tl.constexpr = BN // 2
-        left, right = halves(sums)
-        for half in tl.static_range(2):
-            at = column * BN + half * HALF + tl.arange(0, HALF)
-            mask = (rows < end)[:, None] & (at < N)[None, :]
-            scale = a_scale * tl.load(w_scale_ptr + expert * N + at, mask=at < N, other=0.0)[None, :]
-            value = ((left if half == 0 else right) * scale).to(tl.bfloat16)
-            tl.store(out_ptr + rows[:, None].to(tl.int64) * N + at[None, :], value, mask=mask)
+        product_tile_of(a, w, a_scale_ptr, w_scale_ptr, out_ptr, expert, row, end, column, N, C, PROMOTE, BM, BN, BK)

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from pmlkit.errors import PmlkitError
-from pmlkit.moe import staged
+from pmlkit.moe import mega, staged
 from pmlkit.moe.config import ExpertsConfig
 from pmlkit.moe.experts import check_routes
+from pmlkit.moe.formats import Folded
 from pmlkit.moe.operators import rows_of_block
 from pmlkit.moe.prepare import Prepared, restored
 from pmlkit.moe.routing import STATUS_WORDS, route
@@ -19,7 +20,7 @@ _PLAIN = ExpertsConfig()  # made here, since `torch.compile` does not follow the
 _LIBRARY = torch.library.Library("pmlkit", "FRAGMENT")
 _LIBRARY.define(
     "prepared_experts(Tensor x, Tensor ids, Tensor scores, Tensor[] weights, str format, int[] sizes, float limit, float alpha,"
-    " int capacity, bool promote) -> (Tensor, Tensor)"
+    " int capacity, bool promote, str pipeline) -> (Tensor, Tensor)"
 )
 
 
@@ -44,24 +45,29 @@ def prepared_experts(
         raise PmlkitError(
             f"prepared_experts of {experts} {weights.format} experts has no gradients: use torch.no_grad(), or routed_experts"
         )
+    if config.pipeline == "mega" and weights.format != "mxfp8":
+        raise PmlkitError(f"prepared_experts: {weights.format} has no mega pipeline: use 'staged'")
     out, status = torch.ops.pmlkit.prepared_experts.default(
         x.contiguous(), expert_ids.contiguous(), scores.float().contiguous(), weights.storage, weights.format,
-        list(weights.sizes), *config.numbers, config.promote,
+        list(weights.sizes), *config.numbers, config.promote, config.pipeline,
     )  # fmt: skip
     return (out, status) if return_status else out
 
 
-def _forward(x, ids, scores, weights, format, sizes, limit, alpha, capacity, promote):
+def _forward(x, ids, scores, weights, format, sizes, limit, alpha, capacity, promote, pipeline):
     experts = sizes[0]
     tile = rows_of_block(ids.numel(), experts)
     routing = route(ids, experts, tile=tile, capacity=None if capacity < 0 else capacity)
     if not ids.numel():
         return torch.zeros_like(x), routing.status
     prepared = restored(format, weights, tuple(sizes))
-    return staged.forward(x, scores, prepared, routing, SwiGLU(limit or None, alpha), promote), routing.status
+    activation = SwiGLU(limit or None, alpha)
+    if pipeline == "mega" and isinstance(prepared.w13, Folded) and isinstance(prepared.w2, Folded):
+        return mega.forward(x, scores, prepared.w13, prepared.w2, routing, activation, promote), routing.status
+    return staged.forward(x, scores, prepared, routing, activation, promote), routing.status
 
 
-def _fake(x, ids, scores, weights, format, sizes, limit, alpha, capacity, promote):
+def _fake(x, ids, scores, weights, format, sizes, limit, alpha, capacity, promote, pipeline):
     return torch.empty_like(x), ids.new_empty(STATUS_WORDS, dtype=torch.int32)
 
 
