@@ -28,16 +28,8 @@ pytestmark = [
 ]
 ODD = {"T": 701, "D": 480, "E": 7, "K": 3, "F": 352}  # whole blocks of 32, no whole tiles
 FEW = {"T": 5, "D": 1024, "E": 48, "K": 6, "F": 512}  # most experts have no row
-SUBJECTS = [
-    "moe-bf16",
-    "moe-mxfp8",
-    "moe-mxfp8-kept",
-    "moe-mxfp8-mega",
-    "moe-nvfp4",
-    "torch-bf16",
-    "torch-fp8",
-    "torch-fp8-slow",
-]
+OURS = ["moe-bf16", "moe-mxfp8", "moe-mxfp8-kept", "moe-mxfp8-mega", "moe-nvfp4"]
+SUBJECTS = [*OURS, "torch-bf16", "torch-fp8", "torch-fp8-slow"]
 TRAINED = {"moe-bf16", "moe-mxfp8", "moe-mxfp8-kept", "torch-bf16"}
 
 
