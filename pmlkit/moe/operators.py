@@ -12,7 +12,7 @@ from pmlkit.moe import standard
 from pmlkit.moe.routing import STATUS_WORDS, WORDS, Routing, most_blocks, route
 from pmlkit.moe.swiglu import SwiGLU
 
-_TABLES = 6  # tensors of a `Routing` that backward needs
+TABLES = 6  # tensors of a `Routing` that backward needs
 
 _LIBRARY = torch.library.Library("pmlkit", "FRAGMENT")
 _LIBRARY.define(
@@ -30,36 +30,49 @@ def rows_of_block(routes: int, experts: int) -> int:
     return 128 if routes >= 64 * experts else 64
 
 
+def tables_of(routing: Routing) -> list[Tensor]:
+    """Return what a backward pass needs of a routing."""
+    return [routing.source_R, routing.route_R, routing.row_TK, routing.offsets_E1, routing.blocks_B8, routing.count]
+
+
+def empty_tables(ids: Tensor, experts: int) -> list[Tensor]:
+    """Return tensors of their sizes, for ids [T, K]."""
+    routes = ids.numel()
+    blocks = most_blocks(routes, experts, rows_of_block(routes, experts))
+    sizes = [(routes,), (routes,), tuple(ids.shape), (experts + 1,), (blocks, WORDS.value), (1,)]
+    return [ids.new_empty(size, dtype=torch.int32) for size in sizes]
+
+
+def routing_of(saved: list[Tensor], experts: int) -> Routing:
+    """Return the routing whose tables come first in `saved`, with a status word of its own."""
+    status = torch.zeros(STATUS_WORDS, dtype=torch.int32, device=saved[0].device)
+    return Routing(*saved[:TABLES], status=status, tile=rows_of_block(saved[2].numel(), experts))
+
+
 def _forward(x, ids, scores, w13, w2, limit, alpha, capacity, keep):
     tile = rows_of_block(ids.numel(), len(w13))
     routing = route(ids, len(w13), tile=tile, capacity=None if capacity < 0 else capacity)
     if not ids.numel():
         return torch.zeros_like(x), routing.status, []
     out, saved = standard.forward(x, scores, w13, w2, routing, SwiGLU(limit or None, alpha), keep)
-    tables = [routing.source_R, routing.route_R, routing.row_TK, routing.offsets_E1, routing.blocks_B8, routing.count]
-    return out, routing.status, [*tables, *saved] if keep else []
+    return out, routing.status, [*tables_of(routing), *saved] if keep else []
 
 
 def _forward_fake(x, ids, scores, w13, w2, limit, alpha, capacity, keep):
-    tokens, routes, experts, inner = x.shape[0], ids.numel(), w13.shape[0], w13.shape[1]
-    status = ids.new_empty(STATUS_WORDS, dtype=torch.int32)
+    status, routes = ids.new_empty(STATUS_WORDS, dtype=torch.int32), ids.numel()
     if not keep:
         return torch.empty_like(x), status, []
-    blocks = most_blocks(routes, experts, rows_of_block(routes, experts))
-    sizes = [(routes,), (routes,), (tokens, ids.shape[1]), (experts + 1,), (blocks, WORDS.value), (1,)]
-    tables = [ids.new_empty(size, dtype=torch.int32) for size in sizes]
-    return torch.empty_like(x), status, [*tables, x.new_empty(routes, x.shape[1]), x.new_empty(routes, inner)]
+    tables = empty_tables(ids, w13.shape[0])
+    return torch.empty_like(x), status, [*tables, x.new_empty(routes, x.shape[1]), x.new_empty(routes, w13.shape[1])]
 
 
 def _backward(grad, scores, w13, w2, saved, limit, alpha, rows, weights, dtype, into13, into2):
     dx, dscores, dw13, dw2 = _backward_fake(grad, scores, w13, w2, saved, limit, alpha, rows, weights, dtype, into13, into2)
     if not scores.numel():
         return dx.zero_(), dscores.zero_(), dw13.zero_(), dw2.zero_()
-    routing = Routing(
-        *saved[:_TABLES], status=scores.new_empty(STATUS_WORDS, dtype=torch.int32), tile=rows_of_block(scores.numel(), len(w13))
-    )
+    routing = routing_of(saved, len(w13))
     found = standard.backward(
-        grad, scores, w13, w2, saved[_TABLES:], routing, SwiGLU(limit or None, alpha),
+        grad, scores, w13, w2, saved[TABLES:], routing, SwiGLU(limit or None, alpha),
         weights=weights, rows=rows, dtype=dtype, into=(into13, into2),
     )  # fmt: skip
     return (

@@ -10,11 +10,9 @@ from pmlkit.moe import trained
 from pmlkit.moe.both_ways import BothWays, both_ways
 from pmlkit.moe.config import ExpertsConfig
 from pmlkit.moe.formats import Folded
-from pmlkit.moe.operators import rows_of_block
-from pmlkit.moe.routing import STATUS_WORDS, WORDS, Routing, most_blocks, route
+from pmlkit.moe.operators import TABLES, empty_tables, routing_of, rows_of_block, tables_of
+from pmlkit.moe.routing import STATUS_WORDS, route
 from pmlkit.moe.swiglu import SwiGLU
-
-_TABLES = 6  # tensors of a `Routing` that backward needs
 
 _LIBRARY = torch.library.Library("pmlkit", "FRAGMENT")
 _LIBRARY.define("both_ways(Tensor weights) -> Tensor[]")
@@ -84,29 +82,22 @@ def _forward(x, ids, scores, w13, w2, limit, alpha, capacity, promote, keep):
         return torch.zeros_like(x), routing.status, []
     activation = SwiGLU(limit or None, alpha)
     out, h1 = trained.forward(x, scores, _both(w13), _both(w2), routing, activation, promote, keep)
-    tables = [routing.source_R, routing.route_R, routing.row_TK, routing.offsets_E1, routing.blocks_B8, routing.count]
-    return out, routing.status, [] if h1 is None else [*tables, h1]
+    return out, routing.status, [] if h1 is None else [*tables_of(routing), h1]
 
 
 def _forward_fake(x, ids, scores, w13, w2, limit, alpha, capacity, promote, keep):
-    tokens, routes, experts, inner = x.shape[0], ids.numel(), w13[0].shape[0], w13[0].shape[1]
-    status = ids.new_empty(STATUS_WORDS, dtype=torch.int32)
-    if not keep:
-        return torch.empty_like(x), status, []
-    blocks = most_blocks(routes, experts, rows_of_block(routes, experts))
-    sizes = [(routes,), (routes,), (tokens, ids.shape[1]), (experts + 1,), (blocks, WORDS.value), (1,)]
-    tables = [ids.new_empty(size, dtype=torch.int32) for size in sizes]
-    return torch.empty_like(x), status, [*tables, x.new_empty(routes, inner)]
+    experts, inner, _ = w13[0].shape
+    saved = [*empty_tables(ids, experts), x.new_empty(ids.numel(), inner)] if keep else []
+    return torch.empty_like(x), ids.new_empty(STATUS_WORDS, dtype=torch.int32), saved
 
 
 def _backward(grad, x, scores, w13, w2, saved, limit, alpha, promote, rows, weights, dtype, into13, into2):
     empty = _backward_fake(grad, x, scores, w13, w2, saved, limit, alpha, promote, rows, weights, dtype, into13, into2)
     if not scores.numel():
         return tuple(tensor.zero_() for tensor in empty)
-    status = torch.zeros(STATUS_WORDS, dtype=torch.int32, device=x.device)
-    routing = Routing(*saved[:_TABLES], status=status, tile=rows_of_block(scores.numel(), len(w13[0])))
+    routing = routing_of(saved, len(w13[0]))
     found = trained.backward(
-        grad, x, scores, _both(w13), _both(w2), saved[_TABLES], routing, SwiGLU(limit or None, alpha), promote,
+        grad, x, scores, _both(w13), _both(w2), saved[TABLES], routing, SwiGLU(limit or None, alpha), promote,
         weights=weights, rows=rows, dtype=dtype, into=(into13, into2),
     )  # fmt: skip
     fresh = (found.x_TD, found.scores_TK, None if into13 is not None else found.w13, None if into2 is not None else found.w2)
