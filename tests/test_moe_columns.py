@@ -46,8 +46,7 @@ def same(found: formats.Folded, rows: Tensor, offsets: list[int]) -> None:
     assert at <= found.values.shape[1] == columns.slots(340, EXPERTS)
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-def test_rows_by_columns(gathered: bool) -> None:
+def test_tokens_by_columns() -> None:
     """Outliers, zeros and a NaN; digits that folding takes are counted."""
     ids = crowded()
     routing = route(ids, EXPERTS, tile=128)
@@ -56,7 +55,7 @@ def test_rows_by_columns(gathered: bool) -> None:
     x[:, 5], x[7, 3] = 0, torch.nan
     rows, offsets, lost = gather(x, routing), routing.offsets_E1.tolist(), torch.zeros(1, dtype=torch.int32)
     assert offsets[1] > 256 and offsets[3] == offsets[4]
-    found = columns.columns_of(x if gathered else rows, routing, lost, gathered)
+    found = columns.token_columns(x, routing, lost)
     same(found, rows.float(), offsets)
     assert int(lost) == sum(int(one.lost) for one in twin(rows.float(), offsets) if one is not None)
 

@@ -25,9 +25,9 @@ def slots(routes: int, experts: int) -> int:
     return -(-(routes + min(experts, routes) * (SLOT.value - 1)) // SLOT.value) * SLOT.value
 
 
-def columns_of(x: Tensor, routing: Routing, lost: Tensor, gathered: bool = False) -> Folded:
-    """Return rows [R, C] by columns: values [C, slots], scale [E, C]. gathered: x is [T, C], and its rows are tokens'."""
-    return _start(x, x, x, routing, lost, SwiGLU(), "gathered" if gathered else "rows", x.shape[1])
+def token_columns(x_TC: Tensor, routing: Routing, lost: Tensor) -> Folded:
+    """Return each row's token of [T, C] by columns: values [C, slots], scale [E, C]."""
+    return _start(x_TC, x_TC, x_TC, routing, lost, SwiGLU(), "token", x_TC.shape[1])
 
 
 def activation_columns(h1: Tensor, scores_TK: Tensor, routing: Routing, activation: SwiGLU, lost: Tensor) -> Folded:
@@ -40,7 +40,7 @@ def slope_columns(h1: Tensor, dh2: Tensor, scores_TK: Tensor, routing: Routing, 
     return _start(h1, dh2, scores_TK, routing, lost, activation, "slope", h1.shape[1])
 
 
-KINDS = ("rows", "gathered", "activation", "slope")
+KINDS = ("token", "activation", "slope")
 
 
 def _start(
@@ -75,18 +75,18 @@ def _tile(
     """Return 128 rows of some columns in float32, zero where there are none."""
     rows = row + tl.arange(0, SLOT)
     there, mask = rows < end, (rows < end)[:, None] & (at < C)[None, :]
-    if KIND < 2:
-        source = tl.load(source_ptr + rows, mask=there, other=0) if KIND == 1 else rows
+    if KIND == 0:
+        source = tl.load(source_ptr + rows, mask=there, other=0)
         return tl.load(x_ptr + source[:, None].to(tl.int64) * C + at[None, :], mask=mask, other=0.0).to(tl.float32)
     else:
-        F = C if KIND == 2 else C // 2
+        F = C if KIND == 1 else C // 2
         column = at % F
         place = rows[:, None].to(tl.int64) * (2 * F) + column[None, :]
         gate = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(x_ptr + place + F, mask=mask, other=0.0).to(tl.float32)
         h2, by_gate, by_up = swiglu_backward(gate, up, alpha, limit, CLAMPED)  # pyright: ignore[reportGeneralTypeIssues]
         score = tl.load(score_ptr + tl.load(route_ptr + rows, mask=there, other=0), mask=there, other=0.0)[:, None]
-        if KIND == 3:
+        if KIND == 2:
             place = rows[:, None].to(tl.int64) * F + column[None, :]
             grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
             h2 = grad * tl.where((at < F)[None, :], by_gate, by_up)

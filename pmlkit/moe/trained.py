@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pmlkit.moe import folded
 from pmlkit.moe.both_ways import BothWays
-from pmlkit.moe.columns import activation_columns, columns_of, slope_columns
+from pmlkit.moe.columns import activation_columns, slope_columns, token_columns
 from pmlkit.moe.combine import combine, gather
 from pmlkit.moe.quantise import quantise_folded
 from pmlkit.moe.routing import LOST, Routing
@@ -51,11 +51,11 @@ def backward(
     if not weights:
         return Gradients(dx, dscores, None, None)
     dw2 = folded_weight_gradient(
-        columns_of(grad_TD, routing, lost, gathered=True), activation_columns(h1, scores_TK, routing, activation, lost),
+        token_columns(grad_TD, routing, lost), activation_columns(h1, scores_TK, routing, activation, lost),
         routing, promote, dtype, into[1],
     )  # fmt: skip
     dw13 = folded_weight_gradient(
-        slope_columns(h1, dh2, scores_TK, routing, activation, lost), columns_of(x_TD, routing, lost, gathered=True),
+        slope_columns(h1, dh2, scores_TK, routing, activation, lost), token_columns(x_TD, routing, lost),
         routing, promote, dtype, into[0],
     )  # fmt: skip
     return Gradients(dx, dscores, dw13, dw2)
